@@ -1,0 +1,67 @@
+"""Blobs: immutable named tensors under a key, written once by one stage and read by the next."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BlobRef(BaseModel):
+    """What a message carries instead of tensors.
+
+    ``store`` says where the blob was written (``shm`` or ``redis``); ``host`` is the identity of
+    the machine whose shared memory holds it. A reader tries Redis when shared memory does not have
+    it (any more): a worker that stops moves its blobs there.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,200}$")
+    store: str
+    host: str | None = None
+    nbytes: int = Field(ge=0)
+    checksum: str | None = Field(None, description="zlib.crc32 of the bytes, hex.")
+    tensors: dict[str, str] = Field(
+        default_factory=dict, description="For people: name -> 'float32[1,16,8,8]'."
+    )
+
+
+class BlobStore(abc.ABC):
+    """One place where blobs live. All methods are blocking and safe to call from any thread."""
+
+    name: str
+
+    @abc.abstractmethod
+    def put(self, blob_id: str, tensors: Mapping[str, torch.Tensor]) -> BlobRef:
+        """Write once.
+
+        Raises:
+            BlobTooLarge: above the store's limit for one blob.
+            StoreFull: no room now.
+        """
+
+    @abc.abstractmethod
+    def get(self, ref: BlobRef) -> dict[str, torch.Tensor]:
+        """Read; the tensors are read-only by contract and stay valid after :meth:`delete`.
+
+        Raises:
+            BlobNotFound: not (or no longer) here.
+            BlobCorrupt: length, header or checksum do not fit.
+        """
+
+    @abc.abstractmethod
+    def delete(self, ref: BlobRef) -> bool:
+        """Free; False if it was not here."""
+
+    def close(self) -> None:
+        """Release what the store object itself holds; blobs stay."""
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers for ``omniq inspect``."""
+        return {}

@@ -1,0 +1,171 @@
+"""A pipeline: a named, versioned graph of stages.
+
+Edges carry one named output of a stage to one named input of another, ``input.<name>`` stands for
+the request's own inputs, and ``outputs`` names what the client gets back.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from omniq.config.stage import ConfigModel, Modality, OmniStageConfig
+
+PORT = r"^[a-z][a-z0-9_]{0,31}\.[a-z][a-z0-9_]{0,63}$"
+REQUEST = "input"
+
+
+class InputConfig(ConfigModel):
+    """One named input of the request."""
+
+    type: Literal["text"] = "text"
+    required: bool = True
+    min_length: int = Field(1, ge=0, description="Characters.")
+    max_length: int = Field(8_000, ge=1, description="Characters.")
+    description: str = ""
+
+
+class EdgeConfig(ConfigModel):
+    """``source`` (``stage.output`` or ``input.name``) feeds ``target`` (``stage.input``)."""
+
+    source: str = Field(alias="from", pattern=PORT)
+    target: str = Field(alias="to", pattern=PORT)
+    trigger: Literal["full", "window"] = Field(
+        "full", description="'full' waits for the whole output; 'window' for `window` chunks."
+    )
+    window: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _window_needs_size(self) -> EdgeConfig:
+        if (self.trigger == "window") != (self.window is not None):
+            raise ValueError("'window' is given with trigger 'window', and only then")
+        return self
+
+    @property
+    def producer(self) -> str:
+        """Stage id before the edge, or ``input``."""
+        return self.source.partition(".")[0]
+
+    @property
+    def consumer(self) -> str:
+        """Stage id behind the edge."""
+        return self.target.partition(".")[0]
+
+
+class OutputConfig(ConfigModel):
+    """One named result of the pipeline, made from one stage's output."""
+
+    source: str = Field(alias="from", pattern=PORT)
+    type: Modality
+    format: str | None = Field(None, description="Encoding, e.g. png; the type's default if unset.")
+
+    @property
+    def producer(self) -> str:
+        """Stage id the output comes from."""
+        return self.source.partition(".")[0]
+
+
+class PipelineConfig(ConfigModel):
+    """A validated pipeline: stages form a DAG in which every edge names existing ends."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")
+    version: int = Field(1, ge=1)
+    description: str = ""
+    inputs: dict[str, InputConfig] = Field(min_length=1)
+    stages: list[OmniStageConfig] = Field(min_length=1)
+    edges: list[EdgeConfig] = Field(min_length=1)
+    outputs: dict[str, OutputConfig] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _graph(self) -> PipelineConfig:
+        ids = [s.stage_id for s in self.stages]
+        if REQUEST in ids:
+            raise ValueError(f"a stage cannot be called {REQUEST!r}: that names the request")
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"stage ids must differ: {', '.join(ids)}")
+        for edge in self.edges:
+            if edge.producer == REQUEST:
+                name = edge.source.partition(".")[2]
+                if name not in self.inputs:
+                    raise ValueError(
+                        f"edge from {edge.source!r}: no such input; "
+                        f"allowed: {', '.join(self.inputs)}"
+                    )
+            elif edge.producer not in ids:
+                raise ValueError(
+                    f"edge from {edge.source!r}: no such stage; allowed: {', '.join(ids)}"
+                )
+            if edge.consumer not in ids:
+                raise ValueError(
+                    f"edge to {edge.target!r}: no such stage; allowed: {', '.join(ids)}"
+                )
+        for name, output in self.outputs.items():
+            if output.producer not in ids:
+                raise ValueError(
+                    f"output {name!r} from {output.source!r}: no such stage; "
+                    f"allowed: {', '.join(ids)}"
+                )
+        for stage in ids:
+            if not any(e.consumer == stage for e in self.edges):
+                raise ValueError(f"stage {stage!r} has no incoming edge")
+        self.topological_order()
+        return self
+
+    def stage(self, stage_id: str) -> OmniStageConfig:
+        """The stage of that id.
+
+        Raises:
+            KeyError: no such stage.
+        """
+        return self._by_id[stage_id]
+
+    @cached_property
+    def _by_id(self) -> dict[str, OmniStageConfig]:
+        return {s.stage_id: s for s in self.stages}
+
+    def upstream(self, stage_id: str) -> list[str]:
+        """Ids of the stages that feed this one directly, in stage order."""
+        feeding = {e.producer for e in self.edges if e.consumer == stage_id}
+        return [s.stage_id for s in self.stages if s.stage_id in feeding]
+
+    def downstream(self, stage_id: str) -> list[str]:
+        """Ids of the stages this one feeds directly, in stage order."""
+        fed = {e.consumer for e in self.edges if e.producer == stage_id}
+        return [s.stage_id for s in self.stages if s.stage_id in fed]
+
+    def edges_into(self, stage_id: str) -> list[EdgeConfig]:
+        """Edges whose target is an input of that stage."""
+        return [e for e in self.edges if e.consumer == stage_id]
+
+    def outputs_of(self, stage_id: str) -> dict[str, OutputConfig]:
+        """Pipeline outputs made from that stage."""
+        return {n: o for n, o in self.outputs.items() if o.producer == stage_id}
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the stages form one chain."""
+        return (
+            all(
+                len(self.upstream(s.stage_id)) <= 1 and len(self.downstream(s.stage_id)) <= 1
+                for s in self.stages
+            )
+            and sum(not self.upstream(s.stage_id) for s in self.stages) == 1
+        )
+
+    def topological_order(self) -> list[str]:
+        """Stage ids, every stage behind all that feed it.
+
+        Raises:
+            ValueError: the edges form a cycle.
+        """
+        done: list[str] = []
+        rest = [s.stage_id for s in self.stages]
+        while rest:
+            free = [s for s in rest if all(u in done for u in self.upstream(s))]
+            if not free:
+                raise ValueError(f"stages form a cycle: {', '.join(rest)}")
+            done += free
+            rest = [s for s in rest if s not in free]
+        return done

@@ -1,0 +1,143 @@
+"""Validating one request against its pipeline: inputs, then parameters for each stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+
+from omniq.config.params import PARAMS
+from omniq.config.pipeline import InputConfig, PipelineConfig
+from omniq.config.stage import Limit, OmniStageConfig
+from omniq.errors import InvalidRequest
+from omniq.settings import get_settings
+
+Fault = dict[str, str]
+
+
+def validate_request(
+    pipeline: PipelineConfig,
+    inputs: dict[str, Any],
+    parameters: dict[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """Check a request and return each stage's complete parameters (defaults filled in).
+
+    ``parameters`` is flat: a name goes to every stage whose engine type knows it. A key that is a
+    stage id with an object as value overrides for that stage only:
+    ``{"seed": 1, "ar": {"seed": 2}}``.
+
+    Raises:
+        InvalidRequest: listing every faulty field and what is allowed.
+    """
+    faults = _check_inputs(pipeline, inputs)
+    stages, more = _split(pipeline, parameters)
+    faults += more
+    complete: dict[str, dict[str, Any]] = {}
+    for stage in pipeline.stages:
+        given, overridden = stages[stage.stage_id]
+        complete[stage.stage_id], more = _check_stage(stage, given, overridden)
+        faults += [f for f in more if f not in faults]
+    if faults:
+        first = faults[0]
+        more_text = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise InvalidRequest(f"{first['field']}: {first['message']}{more_text}", fields=faults)
+    return complete
+
+
+def _check_inputs(pipeline: PipelineConfig, inputs: dict[str, Any]) -> list[Fault]:
+    faults = []
+    for name in inputs:
+        if name not in pipeline.inputs:
+            allowed = ", ".join(pipeline.inputs)
+            faults.append(_fault(f"input.{name}", f"unknown input; allowed: {allowed}"))
+    for name, spec in pipeline.inputs.items():
+        field = f"input.{name}"
+        if name not in inputs:
+            if spec.required:
+                faults.append(_fault(field, "required, but missing"))
+        elif (message := _text_fault(spec, inputs[name])) is not None:
+            faults.append(_fault(field, message))
+    return faults
+
+
+def _text_fault(spec: InputConfig, value: Any) -> str | None:
+    if not isinstance(value, str):
+        return f"must be a string, not {type(value).__name__}"
+    longest = min(spec.max_length, get_settings().max_prompt_chars)
+    if not spec.min_length <= len(value) <= longest:
+        return f"must have {spec.min_length} to {longest} characters, has {len(value)}"
+    if spec.min_length and not value.strip():
+        return "must not be blank"
+    if any("\ud800" <= c <= "\udfff" for c in value):
+        return "must be valid Unicode (it holds a lone surrogate)"
+    return None
+
+
+def _split(
+    pipeline: PipelineConfig, parameters: dict[str, Any]
+) -> tuple[dict[str, tuple[dict[str, Any], dict[str, Any]]], list[Fault]]:
+    """Per stage: (shared parameters, stage-only overrides)."""
+    faults: list[Fault] = []
+    result: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        s.stage_id: ({}, {}) for s in pipeline.stages
+    }
+    for name, value in parameters.items():
+        takers = [s for s in pipeline.stages if name in PARAMS[s.engine_type].model_fields]
+        if name in result and not takers:
+            if isinstance(value, dict):
+                result[name][1].update(value)
+            else:
+                faults.append(_fault(f"parameters.{name}", "must be an object of parameters"))
+        elif takers:
+            for stage in takers:
+                result[stage.stage_id][0][name] = value
+        else:
+            known = {n for s in pipeline.stages for n in PARAMS[s.engine_type].model_fields}
+            allowed = ", ".join(sorted(known))
+            faults.append(_fault(f"parameters.{name}", f"unknown parameter; allowed: {allowed}"))
+    return result, faults
+
+
+def _check_stage(
+    stage: OmniStageConfig, shared: dict[str, Any], own: dict[str, Any]
+) -> tuple[dict[str, Any], list[Fault]]:
+    model = PARAMS[stage.engine_type]
+    given = {k: v for k, v in {**shared, **own}.items() if v is not None}
+
+    def field_of(name: str) -> str:
+        prefix = f"parameters.{stage.stage_id}" if name in own else "parameters"
+        return f"{prefix}.{name}"
+
+    faults = []
+    try:
+        model.model_validate(given)
+    except ValidationError as exc:
+        for error in exc.errors(include_url=False, include_context=False):
+            name = str(error["loc"][0])
+            message = error["msg"]
+            if error["type"] == "extra_forbidden":
+                message = f"unknown parameter; allowed: {', '.join(model.model_fields)}"
+            faults.append(_fault(field_of(name), message))
+    complete = {**stage.defaults, **given}
+    for name, limit in stage.limits.items():
+        if name in complete and (fault := _limit_fault(limit, complete[name])):
+            faults.append(_fault(field_of(name), fault))
+    return complete, faults
+
+
+def _limit_fault(limit: Limit, value: Any) -> str | None:
+    if limit.choices is not None and value not in limit.choices:
+        return f"must be one of {', '.join(map(str, limit.choices))}; got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None  # a wrong type is reported by the parameter model
+    if limit.min is not None and value < limit.min:
+        return f"must be at least {limit.min:g}; got {value!r}"
+    if limit.max is not None and value > limit.max:
+        return f"must be at most {limit.max:g}; got {value!r}"
+    if limit.multiple_of is not None and value % limit.multiple_of:
+        return f"must be a multiple of {limit.multiple_of}; got {value!r}"
+    return None
+
+
+def _fault(field: str, message: str) -> Fault:
+    return {"field": field, "message": message}

@@ -1,0 +1,168 @@
+"""The resident object of a worker: ``load() -> warmup() -> run(...)* -> unload()``.
+
+Engines know nothing of Celery, Redis, jobs or HTTP; the worker knows nothing of models. An engine
+lives on one asyncio loop. ``run`` is called once per request, many at a time up to
+``max_in_flight``; blocking model work belongs in :meth:`Engine.in_thread`, so that the loop can
+always cancel, beat and accept.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+
+    from omniq.config import OmniStageConfig
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StageRequest:
+    """What one run of a stage is asked to do.
+
+    ``params`` are the stage's complete, validated parameters (:mod:`omniq.config.params`).
+    """
+
+    request_id: str
+    params: Mapping[str, Any]
+    priority: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class StageInput:
+    """One named input: small JSON ``value``, or ``tensors`` (read-only views into a blob)."""
+
+    value: Any = None
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The only tensor of an input that carries exactly one.
+
+        Raises:
+            ValueError: it carries none or several.
+        """
+        if len(self.tensors) != 1:
+            raise ValueError(f"expected one tensor, got {sorted(self.tensors)}")
+        return next(iter(self.tensors.values()))
+
+
+@dataclass(slots=True)
+class StageOutput:
+    """What one run made: by output name, small JSON in ``values``, tensors in ``tensors``.
+
+    A ``tensors`` entry is itself a mapping of names to tensors (CPU or device), so that one output
+    may hold several; ``{"latents": {"latents": t}}`` is the common case. ``metrics`` are numbers
+    worth showing (token counts, seconds).
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    metrics: dict[str, float | int] = field(default_factory=dict)
+
+
+class Emit(Protocol):
+    """How a running stage speaks: thread-safe, never blocks, may be called from any thread."""
+
+    def progress(self, step: int, total: int) -> None:
+        """``step`` of ``total`` units (denoise steps, tokens) are done."""
+
+    def delta(self, output: str, value: Any) -> None:
+        """A piece of ``output`` is there before the whole: small JSON such as ``{"text": "..."}``."""
+
+
+class NullEmit:
+    """An :class:`Emit` that drops everything, for warm-up and direct use."""
+
+    def progress(self, step: int, total: int) -> None:
+        """Drop."""
+
+    def delta(self, output: str, value: Any) -> None:
+        """Drop."""
+
+
+class Cancelled(Exception):  # noqa: N818 - a control-flow signal, not an error
+    """Raised inside model threads when their request was cancelled."""
+
+
+class Engine(abc.ABC):
+    """Base class of all engines.
+
+    Args:
+        stage: the stage's configuration.
+        device: torch device string, ``cpu`` or ``cuda:0``; the worker has already restricted
+            ``CUDA_VISIBLE_DEVICES``, so the index counts visible devices.
+    """
+
+    #: Name of the implementation, as in ``OmniStageConfig.engine``.
+    name: str
+
+    def __init__(self, stage: OmniStageConfig, device: str = "cpu") -> None:
+        self.stage = stage
+        self.device = device
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"engine-{stage.stage_id}")
+
+    @property
+    def max_in_flight(self) -> int:
+        """How many requests the worker may hand over at once."""
+        return self.stage.max_in_flight
+
+    @abc.abstractmethod
+    async def load(self) -> None:
+        """Make the model resident.
+
+        Raises:
+            ConfigError: the model folder or an engine argument is wrong.
+        """
+
+    @abc.abstractmethod
+    async def warmup(self) -> None:
+        """Run once on made-up input, so that the first request pays no lazy initialisation."""
+
+    @abc.abstractmethod
+    async def run(
+        self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit
+    ) -> StageOutput:
+        """Serve one request.
+
+        Cancelling the awaiting asyncio task stops the work within one step.
+
+        Raises:
+            InvalidRequest: this input can never be served.
+            EngineError: the run failed; ``retryable`` says whether to try again.
+            EngineDead: the engine can serve nothing more.
+        """
+
+    async def unload(self) -> None:
+        """Free the model; no ``run`` is in flight."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    async def in_thread(
+        self, function: Callable[..., T], *args: Any, cancel: threading.Event | None = None
+    ) -> T:
+        """Run blocking ``function(*args)`` on the engine's only model thread.
+
+        On cancellation ``cancel`` is set, and the call waits until the function has really stopped,
+        so that a cancelled request never computes beside the next one.
+        """
+        loop = asyncio.get_running_loop()
+        future = loop.run_in_executor(self._executor, function, *args)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            if cancel is not None:
+                cancel.set()
+            future.cancel()
+            await asyncio.wait([future])
+            if not future.cancelled():
+                future.exception()  # retrieved: the outcome of a cancelled request is nobody's
+            raise

@@ -1,0 +1,150 @@
+"""The errors omniq raises, each with a stable ``code`` that clients can match on.
+
+Engines raise :class:`EngineError` and its subclasses; everything else comes from omniq's own parts.
+``retryable`` says whether the same work may succeed when it is tried again unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class OmniqError(Exception):
+    """Base of all omniq errors.
+
+    ``code`` is a stable machine-readable name, ``hint`` says what the reader can do about it.
+    """
+
+    code = "error"
+    retryable = False
+
+    def __init__(self, message: str, *, hint: str | None = None, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.details = details
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form kept in the job record and sent to clients."""
+        body: dict[str, Any] = {"code": self.code, "message": self.message}
+        if self.hint:
+            body["hint"] = self.hint
+        if self.details:
+            body["details"] = self.details
+        return body
+
+
+class ConfigError(OmniqError):
+    """A pipeline file, a setting or a stage configuration is wrong."""
+
+    code = "invalid_config"
+
+
+class InvalidRequest(OmniqError):
+    """A request cannot be served as written.
+
+    ``fields`` lists every fault as ``{"field": "parameters.width", "message": "..."}``.
+    """
+
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, fields: list[dict[str, str]] | None = None) -> None:
+        super().__init__(message)
+        self.fields = fields or []
+        if self.fields:
+            self.details = {"fields": self.fields}
+
+
+class UnknownPipeline(InvalidRequest):
+    """No pipeline of that name is configured."""
+
+    code = "unknown_pipeline"
+
+
+class JobNotFound(OmniqError):
+    """No job with that id (it never existed, or its retention has passed)."""
+
+    code = "job_not_found"
+
+
+class ArtifactNotFound(OmniqError):
+    """The job has no artifact of that name (yet, or any more)."""
+
+    code = "artifact_not_found"
+
+
+class JobFailed(OmniqError):
+    """A job ended as failed, cancelled or expired; raised where a caller waits for its result."""
+
+    code = "job_failed"
+
+
+class BrokerUnavailable(OmniqError):
+    """Redis/Valkey cannot be reached or refuses writes."""
+
+    code = "broker_unavailable"
+    retryable = True
+
+
+class BlobError(OmniqError):
+    """A blob cannot be written or read."""
+
+    code = "blob_error"
+
+
+class BlobNotFound(BlobError):
+    """The blob is in no store this process can reach."""
+
+    code = "blob_not_found"
+
+
+class BlobTooLarge(BlobError):
+    """The blob is larger than its store accepts."""
+
+    code = "blob_too_large"
+
+
+class BlobCorrupt(BlobError):
+    """The bytes under a blob's key are not the blob that was written."""
+
+    code = "blob_corrupt"
+
+
+class StoreFull(BlobError):
+    """The store has no room for the blob now."""
+
+    code = "store_full"
+    retryable = True
+
+
+class EngineError(OmniqError):
+    """A stage's engine failed on this request."""
+
+    code = "engine_error"
+
+
+class EngineOutOfMemory(EngineError):
+    """The device had too little memory for this request."""
+
+    code = "engine_out_of_memory"
+    retryable = True
+
+
+class EngineDead(EngineError):
+    """The engine can serve nothing more; the worker gives its tasks back and exits."""
+
+    code = "engine_dead"
+    retryable = True
+
+
+class StageTimeout(EngineError):
+    """A stage ran longer than its time limit."""
+
+    code = "stage_timeout"
+
+
+class NotReady(OmniqError):
+    """A stage had no ready worker within the time allowed."""
+
+    code = "not_ready"
+    retryable = True

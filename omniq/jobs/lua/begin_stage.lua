@@ -1,0 +1,56 @@
+-- A worker received a stage task. Returns {verdict, fence, attempt, spec, outputs JSON, state}.
+-- ARGV: stage, worker, redelivered (0/1), most deliveries.
+-- Verdicts: run | done | wait | duplicate | stop (omniq.jobs.model.Verdict).
+local stage, worker, redelivered, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local state = get('state')
+if not state then return {'stop', 0, 0, '', '{}', ''} end
+local st = sget(stage, 'state')
+if not st then return {'stop', 0, 0, '', '{}', state} end
+local fence = tonumber(sget(stage, 'fence') or '0')
+
+if state == 'cancelling' and st == 'running' and redelivered == '1' then
+  -- Its run died before it could say that it stopped.
+  sset(stage, 'state', 'cancelled')
+  if not any_stage('running') then finalise('cancelled') end
+  return {'stop', fence, 0, '', '{}', get('state')}
+end
+if FINAL[state] or state == 'cancelling' then return {'stop', fence, 0, '', '{}', state} end
+if st == 'succeeded' then
+  return {'done', fence, 0, get('spec'), sget(stage, 'outputs') or '{}', state}
+end
+local outputs, spec = {}, get('spec')
+for _, up in ipairs(cjson.decode(get('up'))[stage] or {}) do
+  if sget(up, 'state') ~= 'succeeded' then return {'wait', fence, 0, '', '{}', state} end
+  table.insert(outputs, cjson.encode(up) .. ':' .. (sget(up, 'outputs') or '{}'))
+end
+if st == 'running' and redelivered ~= '1' then return {'duplicate', fence, 0, '', '{}', state} end
+
+local deadline = get('deadline')
+if deadline and tonumber(now()) > tonumber(deadline) and st ~= 'running' then
+  finalise('expired', cjson.encode({code = 'deadline_exceeded',
+    message = 'the job was not served before its deadline', details = {stage = stage}}))
+  return {'stop', fence, 0, '', '{}', 'expired'}
+end
+local deliveries = redis.call('HINCRBY', JOB, stage .. '|deliveries', 1)
+if deliveries > most then
+  local err = cjson.encode({code = 'delivery_limit', message = 'stage ' .. stage .. ' was delivered '
+    .. most .. ' times and every worker that took it went away', details = {stage = stage}})
+  sset(stage, 'state', 'failed')
+  sset(stage, 'error', err)
+  event('stage.failed', stage, '{"error":' .. err .. '}')
+  finalise('failed', err)
+  return {'stop', fence, 0, '', '{}', 'failed'}
+end
+
+fence = fence + 1
+local attempt = redis.call('HINCRBY', JOB, stage .. '|attempts', 1)
+local t = now()
+set(stage .. '|state', 'running', stage .. '|fence', fence, stage .. '|worker', worker,
+    stage .. '|started', t)
+redis.call('HDEL', JOB, stage .. '|step', stage .. '|total', stage .. '|error')
+if state == 'queued' then
+  set('state', 'running', 'started', t)
+  event('job.started')
+end
+event('stage.started', stage, cjson.encode({attempt = attempt, worker = worker}))
+return {'run', fence, attempt, spec, '{' .. table.concat(outputs, ',') .. '}', 'running'}

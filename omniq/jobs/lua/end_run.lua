@@ -1,0 +1,27 @@
+-- A run ends without outputs. Returns 1, or 0 if refused.
+-- ARGV: stage, fence, how (retry | release | fail | stop), error JSON or '', delay seconds.
+local stage, how, err = ARGV[1], ARGV[3], ARGV[4]
+local state = get('state')
+if not state or FINAL[state] or not current(stage, ARGV[2]) then return 0 end
+sset(stage, 'finished', now())
+if err ~= '' then sset(stage, 'error', err) end
+
+if state == 'cancelling' or how == 'stop' then
+  sset(stage, 'state', 'cancelled')
+  if not any_stage('running') then finalise('cancelled') end
+  return 1
+end
+if how == 'release' then
+  sset(stage, 'state', 'queued')
+  redis.call('HINCRBY', JOB, stage .. '|attempts', -1)
+  redis.call('HINCRBY', JOB, stage .. '|deliveries', -1)
+elseif how == 'retry' then
+  sset(stage, 'state', 'retrying')
+  redis.call('HINCRBY', JOB, stage .. '|deliveries', -1)
+  event('stage.retrying', stage, '{"delay":' .. ARGV[5] .. ',"error":' .. err .. '}')
+else
+  sset(stage, 'state', 'failed')
+  event('stage.failed', stage, '{"error":' .. err .. '}')
+  finalise('failed', err)
+end
+return 1

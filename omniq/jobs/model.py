@@ -1,0 +1,174 @@
+"""What a job is: its states, its record as clients see it, its events."""
+
+from __future__ import annotations
+
+import secrets
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from omniq.blobs.base import BlobRef
+
+
+class JobState(StrEnum):
+    """States of a job; the last four are final."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    CANCELLING = "cancelling"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+    @property
+    def final(self) -> bool:
+        """Whether the job has ended."""
+        return self in FINAL
+
+
+FINAL = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.EXPIRED})
+
+
+class StageState(StrEnum):
+    """States of one stage of a job."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    RETRYING = "retrying"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+def new_job_id(now: float) -> str:
+    """28 hex digits that sort by time: 48 bits of milliseconds, 64 random bits."""
+    return f"{int(now * 1000):012x}{secrets.token_hex(8)}"
+
+
+class JobSpec(BaseModel):
+    """A validated request, as stored: everything a stage needs to run, whoever runs it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str = Field(pattern=r"^[a-z0-9-]{1,64}$")
+    pipeline: str
+    pipeline_version: int = 1
+    inputs: dict[str, Any]
+    parameters: dict[str, dict[str, Any]] = Field(description="Complete, by stage id.")
+    stages: list[str] = Field(description="Stage ids in topological order.")
+    priority: int = Field(5, ge=0, le=9, description="9 is served first.")
+    deadline: float | None = Field(None, description="Unix time after which it is not started.")
+    metadata: dict[str, str] = Field(default_factory=dict, description="The client's own labels.")
+    created: float = Field(description="Unix time.")
+
+
+class ArtifactInfo(BaseModel):
+    """One stored result file."""
+
+    name: str
+    content_type: str
+    nbytes: int
+    key: str = Field(exclude=True, default="")
+    meta: dict[str, Any] = Field(default_factory=dict, description="e.g. width, height.")
+
+
+class StageRecord(BaseModel):
+    """One stage of a job as clients see it. Times are Unix seconds."""
+
+    state: StageState = StageState.QUEUED
+    attempts: int = 0
+    worker: str | None = None
+    queued: float | None = None
+    started: float | None = None
+    finished: float | None = None
+    step: int | None = None
+    total: int | None = None
+    metrics: dict[str, float | int] = Field(default_factory=dict)
+    error: dict[str, Any] | None = None
+
+
+class JobRecord(BaseModel):
+    """One job as clients see it."""
+
+    spec: JobSpec
+    state: JobState
+    started: float | None = None
+    finished: float | None = None
+    stages: dict[str, StageRecord]
+    values: dict[str, Any] = Field(
+        default_factory=dict, description="Small results by pipeline output name, e.g. text."
+    )
+    artifacts: dict[str, ArtifactInfo] = Field(default_factory=dict)
+    error: dict[str, Any] | None = None
+
+    @property
+    def id(self) -> str:
+        """Job id."""
+        return self.spec.id
+
+
+class JobEvent(BaseModel):
+    """One entry of a job's event stream.
+
+    Types: ``job.queued``, ``job.started``, ``stage.started``, ``stage.progress`` (``step``,
+    ``total``), ``stage.delta`` (``output``, ``value``), ``stage.succeeded``, ``stage.retrying``,
+    ``stage.failed``, ``job.cancelling`` and one final ``job.succeeded|failed|cancelled|expired``.
+    """
+
+    id: str = Field(description="Redis stream id: the SSE event id, for resuming.")
+    type: str
+    stage: str | None = None
+    time: float
+    data: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def final(self) -> bool:
+        """Whether nothing can follow."""
+        return self.type.startswith("job.") and self.type.removeprefix("job.") in FINAL
+
+
+class Verdict(StrEnum):
+    """What a worker that received a stage task must do with it."""
+
+    RUN = "run"
+    """Run it: the grant carries inputs and a fence."""
+    DONE = "done"
+    """Its output exists already (a redelivery): only send the continuation again."""
+    WAIT = "wait"
+    """Another input of a join is not there yet; the last one to arrive will bring its own task."""
+    DUPLICATE = "duplicate"
+    """Another live worker runs it."""
+    STOP = "stop"
+    """The job has ended or is being cancelled: nothing to run, nothing to continue."""
+
+
+class StageGrant(BaseModel):
+    """The answer to ``begin_stage``."""
+
+    verdict: Verdict
+    fence: int = 0
+    attempt: int = 0
+    spec: JobSpec | None = None
+    upstream: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Outputs of the stages before it: stage id -> output name -> "
+        "{'value': ...} or {'blob': BlobRef}.",
+    )
+    outputs: dict[str, Any] = Field(default_factory=dict, description="With DONE: its own outputs.")
+    state: JobState | None = None
+
+
+class StageResult(BaseModel):
+    """What a finished stage run hands to the job store.
+
+    ``outputs``: output name -> ``{"value": json}`` or ``{"blob": {...BlobRef}}``; ``values`` and
+    ``artifacts`` are the pipeline outputs made from this stage.
+    """
+
+    outputs: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    blobs: list[BlobRef] = Field(default_factory=list)
+    values: dict[str, Any] = Field(default_factory=dict)
+    artifacts: dict[str, ArtifactInfo] = Field(default_factory=dict)
+    metrics: dict[str, float | int] = Field(default_factory=dict)

@@ -1,0 +1,83 @@
+"""The registry of live workers: who serves which stage, where, and in what state."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+
+from pydantic import BaseModel, Field
+
+from omniq import keys
+from omniq.redis_client import Client, broker_errors
+from omniq.settings import get_settings
+
+MISSED_BEATS = 5
+
+
+class WorkerState(StrEnum):
+    """Life of a worker."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class WorkerInfo(BaseModel):
+    """What a worker says of itself with every heartbeat."""
+
+    id: str
+    pipeline: str
+    stage: str
+    engine: str = ""
+    state: WorkerState
+    reason: str | None = Field(None, description="Why it is not ready.")
+    host: str = Field(description="Identity of the machine (boot id and shared-memory device).")
+    hostname: str
+    pid: int
+    devices: list[str] = Field(default_factory=list)
+    since: float = Field(description="Unix time of the present state.")
+    seen: float = Field(description="Unix time of the last heartbeat.")
+    in_flight: int = 0
+    max_in_flight: int = 1
+    rss_bytes: int = 0
+    last_log: list[str] = Field(default_factory=list, description="Its last log lines.")
+
+
+class WorkerRegistry:
+    """Async access to the registry; raises BrokerUnavailable when Redis cannot be used."""
+
+    def __init__(self, redis: Client) -> None:
+        self.redis = redis
+
+    async def beat(self, info: WorkerInfo) -> None:
+        """Write one worker's status; without renewal it expires after five heartbeats."""
+        ttl = int(get_settings().heartbeat * MISSED_BEATS * 1000)
+        with broker_errors():
+            async with self.redis.pipeline(transaction=True) as pipe:
+                pipe.set(keys.worker(info.id), info.model_dump_json(), px=ttl)
+                pipe.zadd(keys.workers_index(), {info.id: info.seen})
+                await pipe.execute()
+
+    async def remove(self, worker_id: str) -> None:
+        """Forget a worker that has stopped."""
+        with broker_errors():
+            async with self.redis.pipeline(transaction=True) as pipe:
+                pipe.delete(keys.worker(worker_id))
+                pipe.zrem(keys.workers_index(), worker_id)
+                await pipe.execute()
+
+    async def all(self, pipeline: str | None = None) -> list[WorkerInfo]:
+        """Workers that are alive, in the order of their ids."""
+        old = time.time() - 10 * MISSED_BEATS * get_settings().heartbeat
+        with broker_errors():
+            await self.redis.zremrangebyscore(keys.workers_index(), "-inf", old)
+            ids = await self.redis.zrange(keys.workers_index(), 0, -1)
+            if not ids:
+                return []
+            raw = await self.redis.mget([keys.worker(i.decode()) for i in ids])
+        workers = [WorkerInfo.model_validate_json(r) for r in raw if r is not None]
+        return sorted(
+            (w for w in workers if pipeline is None or w.pipeline == pipeline),
+            key=lambda w: w.id,
+        )

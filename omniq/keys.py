@@ -1,0 +1,74 @@
+"""Every name omniq gives to something outside its own process: queues, Redis keys, channels.
+
+The job id stands in braces so that a job's keys share one Redis Cluster slot.
+"""
+
+from __future__ import annotations
+
+from omniq.settings import get_settings
+
+CONTROL_QUEUE_SUFFIX = "control"
+
+
+def _ns() -> str:
+    return get_settings().namespace
+
+
+def stage_queue(pipeline: str, stage: str) -> str:
+    """Celery queue of one stage."""
+    return f"{_ns()}.{pipeline}.{stage}"
+
+
+def control_queue() -> str:
+    """Celery queue of ``omniq.submit`` and other tasks that need no engine."""
+    return f"{_ns()}.{CONTROL_QUEUE_SUFFIX}"
+
+
+def job(job_id: str) -> str:
+    """Hash: the job's record."""
+    return f"{_ns()}:job:{{{job_id}}}"
+
+
+def job_events(job_id: str) -> str:
+    """Stream: what happened to the job, in order."""
+    return f"{_ns()}:job:{{{job_id}}}:events"
+
+
+def job_blobs(job_id: str) -> str:
+    """Set: JSON references of the blobs the job holds."""
+    return f"{_ns()}:job:{{{job_id}}}:blobs"
+
+
+def artifact(job_id: str, name: str, fence: int) -> str:
+    """String: bytes of one artifact, written by the stage run that held ``fence``."""
+    return f"{_ns()}:job:{{{job_id}}}:artifact:{name}:{fence}"
+
+
+def jobs_index() -> str:
+    """Sorted set: all job ids by creation time."""
+    return f"{_ns()}:jobs"
+
+
+def cancel_channel() -> str:
+    """Pub/sub channel: ids of jobs whose running stages must stop."""
+    return f"{_ns()}:cancel"
+
+
+def worker(worker_id: str) -> str:
+    """String with TTL: JSON status of one worker."""
+    return f"{_ns()}:worker:{worker_id}"
+
+
+def workers_index() -> str:
+    """Sorted set: worker ids by the time they were last seen."""
+    return f"{_ns()}:workers"
+
+
+def blob(blob_id: str) -> str:
+    """String: one blob in the Redis store."""
+    return f"{_ns()}:blob:{blob_id}"
+
+
+def host_garbage(host: str) -> str:
+    """Set: keys of shared-memory blobs on that host which no job needs any more."""
+    return f"{_ns()}:garbage:{host}"

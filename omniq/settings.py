@@ -1,0 +1,137 @@
+"""Settings of one omniq process, read from ``OMNIQ_*`` environment variables.
+
+``omniq config`` prints every setting with its value, default and meaning; this module is the only
+place that reads the environment.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+EMBEDDED_PORT = 6399
+
+
+class Settings(BaseSettings):
+    """Every knob of omniq's own processes; times in seconds, sizes in bytes."""
+
+    model_config = SettingsConfigDict(env_prefix="OMNIQ_", extra="ignore")
+
+    broker_url: str | None = Field(
+        None,
+        description="Redis or Valkey to use (redis://, rediss://, redis+socket://). "
+        "Unset: an embedded Valkey is started on broker_port.",
+    )
+    broker_port: int = Field(
+        EMBEDDED_PORT, ge=1, le=65535, description="Port of the embedded Valkey, on loopback."
+    )
+    broker_maxmemory: str = Field("2gb", description="maxmemory of the embedded Valkey.")
+    data_dir: Path = Field(
+        Path("run"), description="Where the embedded Valkey keeps its append-only file, and logs."
+    )
+    namespace: str = Field(
+        "omniq",
+        pattern=r"^[a-z][a-z0-9_-]{0,31}$",
+        description="Prefix of queues, Redis keys and shared-memory segments; "
+        "two systems on one Redis need two namespaces.",
+    )
+
+    pipelines: list[str] = Field(
+        default_factory=list,
+        description="Pipeline files or folders of *.yaml beside the built-in ones (JSON list).",
+    )
+    default_pipeline: str = Field("tiny-omni", description="Pipeline that `omniq up` serves.")
+
+    api_host: str = Field("127.0.0.1", description="Address the API listens on.")
+    api_port: int = Field(8000, ge=1, le=65535, description="Port the API listens on.")
+    max_prompt_chars: int = Field(
+        100_000, gt=0, description="Longest text input that any pipeline accepts."
+    )
+    max_body_bytes: int = Field(
+        32 << 20, gt=0, description="Largest request body the API reads; more is answered 413."
+    )
+
+    flower_port: int = Field(5555, ge=1, le=65535, description="Port Flower listens on (loopback).")
+    flower_auth: str | None = Field(
+        None, description="user:password for Flower's basic auth; unset: a new one each start."
+    )
+
+    visibility_timeout: float = Field(
+        15.0,
+        gt=1,
+        description="A task whose worker has not renewed its lease for so long is delivered again.",
+    )
+    heartbeat: float = Field(2.0, gt=0, description="How often workers say they are alive.")
+    drain_seconds: float = Field(
+        3.0,
+        ge=0,
+        description="On SIGTERM running tasks get so long to end; the rest go back to the queue. "
+        "Keep it below the supervisor's kill time (honcho: 5 s).",
+    )
+    ready_timeout: float = Field(
+        300.0, gt=0, description="How long a starting system waits for all stages."
+    )
+
+    retention: float = Field(
+        86_400.0, gt=0, description="Finished jobs, their events and artifacts are kept so long."
+    )
+    job_ttl: float = Field(
+        7 * 86_400.0, gt=0, description="An unfinished job's record is dropped after so long."
+    )
+    max_artifact_bytes: int = Field(256 << 20, gt=0, description="Largest single artifact.")
+    max_events: int = Field(
+        10_000, gt=0, description="Events kept per job; older ones are trimmed."
+    )
+
+    blob_store: Literal["auto", "shm", "redis"] = Field(
+        "auto",
+        description="Where tensors travel: auto takes shared memory when every live consumer is "
+        "on the producer's host, Redis otherwise.",
+    )
+    shm_dir: Path = Field(Path("/dev/shm"), description="Folder of the shared-memory store.")
+    shm_max_bytes: int = Field(
+        8 << 30, gt=0, description="Most bytes of shared memory this namespace may hold per host."
+    )
+    redis_blob_max_bytes: int = Field(
+        512 << 20, gt=0, description="Largest blob the Redis store accepts."
+    )
+    blob_ttl: float = Field(
+        86_400.0, gt=0, description="A blob that no job frees is dropped from Redis after so long."
+    )
+
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        "INFO", description="Log level of workers and API."
+    )
+
+    @field_validator("broker_url")
+    @classmethod
+    def _known_scheme(cls, value: str | None) -> str | None:
+        schemes = ("redis://", "rediss://", "redis+socket://")
+        if value is not None and not value.startswith(schemes):
+            raise ValueError(f"must start with one of {', '.join(schemes)}")
+        return value
+
+    @property
+    def embedded(self) -> bool:
+        """Whether this system runs its own Valkey."""
+        return self.broker_url is None
+
+    @property
+    def url(self) -> str:
+        """The broker URL in kombu's spelling, embedded or configured."""
+        return self.broker_url or f"redis://127.0.0.1:{self.broker_port}/0"
+
+    @property
+    def redis_url(self) -> str:
+        """The same broker in redis-py's spelling (``unix://`` for sockets)."""
+        return self.url.replace("redis+socket://", "unix://", 1)
+
+
+@lru_cache(maxsize=1)
+def get_settings() -> Settings:
+    """The process's settings, read once."""
+    return Settings()

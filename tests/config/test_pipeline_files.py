@@ -1,0 +1,114 @@
+"""Pipeline files: what is accepted, and errors that name file, line and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from omniq.config import available_pipelines, get_pipeline, load_pipeline
+from omniq.config.loader import BUILTIN_DIR, parse_pipeline
+from omniq.errors import ConfigError, UnknownPipeline
+from omniq.settings import get_settings
+
+GOOD = (BUILTIN_DIR / "tiny-omni.yaml").read_text()
+
+
+def faults(text: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_pipeline(text, "p.yaml")
+    return str(caught.value).splitlines()
+
+
+def line_of(text: str, needle: str) -> int:
+    return next(i for i, line in enumerate(text.splitlines(), 1) if needle in line)
+
+
+def test_every_builtin_pipeline_is_valid_and_named_like_its_file() -> None:
+    for path in BUILTIN_DIR.glob("*.yaml"):
+        assert load_pipeline(path).name == path.stem
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "where", "says"),
+    [
+        ("engine_type: AR", "engine_type: RNN", "stages.0.engine_type", "'AR', 'DiT'"),
+        ("max_in_flight: 16", "max_in_flight: 0", "stages.0.max_in_flight", "(got 0)"),
+        ("max_in_flight: 16", "max_inflight: 16", "stages.0.max_inflight", "not permitted"),
+        ("temperature: 0.7", "warmth: 0.7", "stages.0.defaults", "allowed: max_tokens"),
+        ("trigger", "trigger", "", ""),
+    ],
+)
+def test_a_fault_names_line_and_path(old: str, new: str, where: str, says: str) -> None:
+    if old == new:
+        text = GOOD.replace(
+            "{from: input.prompt, to: ar.prompt}", "{from: input.prompt, to: ar.prompt, window: 2}"
+        )
+        where, says, new = "edges.0", "'window' is given with trigger", "window: 2"
+    else:
+        text = GOOD.replace(old, new, 1)
+    (fault,) = faults(text)
+    assert fault.startswith(f"p.yaml:{line_of(text, new)}: {where}: ")
+    assert says in fault
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("to: decode.latents", "to: vae.latents", "no such stage; allowed: ar, dit, decode"),
+        ("from: input.prompt", "from: input.text", "no such input; allowed: prompt"),
+        ("from: decode.image", "from: x.image", "no such stage; allowed: ar, dit, decode"),
+        ("from: input.prompt, to: ar.prompt", "from: decode.image, to: ar.prompt", "cycle"),
+        ("stage_id: decode", "stage_id: dit", "stage ids must differ"),
+    ],
+)
+def test_a_wrong_graph_is_refused(old: str, new: str, says: str) -> None:
+    assert says in faults(GOOD.replace(old, new))[0]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1, 2]", "name: [", "a: 1\na: 2", "&a [*a]", "{" * 5000, "\x00", "!!python/x 1"]
+)
+def test_any_text_that_is_no_pipeline_is_a_config_error(text: str) -> None:
+    assert faults(text)[0].startswith("p.yaml")
+
+
+def test_all_faults_are_reported_together() -> None:
+    text = GOOD.replace("max_in_flight: 16", "max_in_flight: 0").replace("version: 1", "version: 0")
+    assert len(faults(text)) == 2
+
+
+def test_own_pipelines_come_from_files_and_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").write_text(GOOD.replace("name: tiny-omni", "name: mine"))
+    monkeypatch.setenv("OMNIQ_PIPELINES", f'["{tmp_path}"]')
+    get_settings.cache_clear()
+    available_pipelines.cache_clear()
+    try:
+        assert get_pipeline("mine").name == "mine"
+        with pytest.raises(UnknownPipeline, match="allowed: tiny-omni, mine"):
+            get_pipeline("other")
+        (tmp_path / "again.yaml").write_text(GOOD)
+        available_pipelines.cache_clear()
+        with pytest.raises(ConfigError, match="already defined"):
+            available_pipelines()
+    finally:
+        monkeypatch.undo()
+        get_settings.cache_clear()
+        available_pipelines.cache_clear()
+
+
+def test_the_graph_answers_who_feeds_whom() -> None:
+    data = yaml.safe_load(GOOD)
+    data["stages"].append(
+        {"stage_id": "preview", "engine_type": "decode", "model": "builtin:tiny_omni"}
+    )
+    data["edges"].append({"from": "dit.latents", "to": "preview.latents"})
+    pipeline = parse_pipeline(yaml.safe_dump(data), "p.yaml")
+    assert not pipeline.is_linear
+    assert pipeline.downstream("dit") == ["decode", "preview"]
+    assert pipeline.upstream("preview") == ["dit"]
+    assert pipeline.upstream("ar") == []
+    assert get_pipeline("tiny-omni").is_linear
