@@ -26,6 +26,8 @@ Client: TypeAlias = Any
 
 COMMAND_TIMEOUT = 2.0
 CONNECT_TIMEOUT = 1.0
+#: Every waiting client holds a connection; redis-py's own bound of 100 would refuse the next one.
+MAX_CONNECTIONS = 10_000
 UNAVAILABLE = (ConnectionError, TimeoutError, BusyLoadingError, OutOfMemoryError, ReadOnlyError)
 
 
@@ -40,6 +42,7 @@ def connect(*, blocking: float | None = None) -> Client:
         socket_timeout=COMMAND_TIMEOUT + (blocking or 0.0),
         socket_connect_timeout=CONNECT_TIMEOUT,
         socket_keepalive=True,
+        max_connections=MAX_CONNECTIONS,
         # Never repeated blindly: a script whose answer was lost may have run. Connections that died
         # while idle are noticed and replaced when they leave the pool.
         retry=AsyncRetry(NoBackoff(), 0),

@@ -36,7 +36,8 @@ def validate_request(
     for stage in pipeline.stages:
         given, overridden = stages[stage.stage_id]
         complete[stage.stage_id], more = _check_stage(stage, given, overridden)
-        faults += [f for f in more if f not in faults]
+        faults += more
+    faults = [dict(f) for f in dict.fromkeys(tuple(f.items()) for f in faults)]
     if faults:
         first = faults[0]
         more_text = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
@@ -108,7 +109,7 @@ def _check_stage(
         prefix = f"parameters.{stage.stage_id}" if name in own else "parameters"
         return f"{prefix}.{name}"
 
-    faults = []
+    faults: dict[str, Fault] = {}
     try:
         model.model_validate(given)
     except ValidationError as exc:
@@ -117,12 +118,12 @@ def _check_stage(
             message = error["msg"]
             if error["type"] == "extra_forbidden":
                 message = f"unknown parameter; allowed: {', '.join(model.model_fields)}"
-            faults.append(_fault(field_of(name), message))
+            faults.setdefault(name, _fault(field_of(name), message))
     complete = {**stage.defaults, **given}
     for name, limit in stage.limits.items():
         if name in complete and (fault := _limit_fault(limit, complete[name])):
-            faults.append(_fault(field_of(name), fault))
-    return complete, faults
+            faults.setdefault(name, _fault(field_of(name), fault))
+    return complete, list(faults.values())
 
 
 def _limit_fault(limit: Limit, value: Any) -> str | None:

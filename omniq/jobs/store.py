@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import re
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncGenerator, Collection
 from typing import Any
 
 import orjson
@@ -32,7 +33,7 @@ from omniq.jobs.model import (
 from omniq.redis_client import Client, broker_errors, connect
 from omniq.settings import get_settings
 
-EVENT_ID = re.compile(r"^\d{1,20}(-\d{1,20})?$")
+EVENT_ID = re.compile(r"^\d{1,18}(-\d{1,18})?$")  # well inside Redis's two 64-bit numbers
 BLOCK_LIMIT = 60.0
 PAGE = 200
 
@@ -133,9 +134,10 @@ class JobStore:
         """
         offset = _offset(cursor)
         found: list[JobRecord] = []
+        page = PAGE if states or pipeline else min(PAGE, limit + 1)
         while True:
             with broker_errors():
-                ids = await self.redis.zrevrange(keys.jobs_index(), offset, offset + PAGE - 1)
+                ids = await self.redis.zrevrange(keys.jobs_index(), offset, offset + page - 1)
                 pipe = self.redis.pipeline(transaction=False)
                 for job_id in ids:
                     pipe.hgetall(keys.job(job_id.decode()))
@@ -155,9 +157,9 @@ class JobStore:
             if gone:
                 with broker_errors():
                     await self.redis.zrem(keys.jobs_index(), *gone)
-            if len(ids) < PAGE:
+            if len(ids) < page:
                 return found, None
-            offset += PAGE - len(gone)
+            offset += page - len(gone)
 
     # -- running a stage ---------------------------------------------------------------------
 
@@ -314,7 +316,7 @@ class JobStore:
 
     async def events(
         self, job_id: str, after: str = "0", *, block: float = 15.0
-    ) -> AsyncIterator[JobEvent | None]:
+    ) -> AsyncGenerator[JobEvent | None, None]:
         """Events behind stream id ``after``, then live ones, up to the final event.
 
         Yields None after every ``block`` seconds of silence, so that a server can write heartbeats.
@@ -361,10 +363,15 @@ class JobStore:
         Raises:
             JobNotFound: unknown job.
         """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
-                async for _ in self.events(job_id):
-                    pass
+        loop = asyncio.get_running_loop()
+        end = math.inf if timeout is None else loop.time() + timeout
+        # Short reads and a look at the clock instead of a cancelled long one: on Python 3.11 a
+        # cancellation that meets redis-py's own timeout in the same tick is lost.
+        block = 1.0 if timeout is None else min(1.0, timeout)
+        async with contextlib.aclosing(self.events(job_id, block=block)) as events:
+            async for _ in events:
+                if loop.time() >= end:
+                    break
         return await self.get(job_id)
 
 

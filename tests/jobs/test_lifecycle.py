@@ -92,6 +92,7 @@ async def test_a_job_runs_through_its_stages_to_success(store: JobStore) -> None
     assert (record.stages["a"].step, record.stages["a"].total) == (3, 10)
     assert record.started <= record.stages["b"].started <= record.finished  # type: ignore[operator]
     assert (await store.get_artifact(job.id, "image"))[0] == b"png"
+    assert 0 < await store.redis.ttl(artifact.key) <= 86_400
     assert await types(store, job) == [
         "job.queued", "job.started", "stage.started", "stage.progress", "stage.delta",
         "stage.succeeded", "stage.started", "stage.succeeded", "job.succeeded",

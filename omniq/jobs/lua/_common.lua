@@ -66,6 +66,11 @@ local function finalise(state, err)
   end
   event('job.' .. state, nil, data)
   free_blobs()
+  for _, field in ipairs(redis.call('HKEYS', JOB)) do
+    if string.sub(field, 1, 2) == 'a:' then
+      redis.call('PEXPIRE', cjson.decode(get(field)).key, RETENTION)
+    end
+  end
   redis.call('PEXPIRE', JOB, RETENTION)
   redis.call('PEXPIRE', EVENTS, RETENTION)
 end

@@ -1,0 +1,208 @@
+"""Jobs: accept, read, wait, watch, cancel, list."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Header, Path, Query, Request, Response
+from pydantic import AfterValidator
+
+from omniq.jobs.model import JobEvent, JobRecord
+from omniq.submit import submit
+from omniq_api.openapi import problems
+from omniq_api.schemas import (
+    EXAMPLE_ID,
+    EXAMPLE_PROMPT,
+    JobPage,
+    JobQuery,
+    JobRequest,
+    JobView,
+    job_summary,
+    job_view,
+)
+from omniq_api.services import Base, Live, Services
+from omniq_api.sse import HEARTBEAT, EventStreamResponse, check_event_id, stream
+from omniq_api.strict_json import StrictJSONRoute
+from omniq_api.waiting import ClientGone, wait_for_end
+
+MAX_WAIT = 60.0
+BEGINNING = "0"
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"], route_class=StrictJSONRoute)
+
+JobId = Annotated[str, Path(examples=[EXAMPLE_ID])]
+Wait = Annotated[
+    float,
+    Query(
+        ge=0,
+        le=MAX_WAIT,
+        allow_inf_nan=False,
+        description="Seconds to wait for the job's end before answering with its state.",
+    ),
+]
+JobBody = Annotated[
+    JobRequest,
+    Body(
+        openapi_examples={
+            "short": {
+                "summary": "Only what is required",
+                "value": {"pipeline": "tiny-omni", "input": {"prompt": EXAMPLE_PROMPT}},
+            },
+            "full": {
+                "summary": "Everything",
+                "value": JobRequest.model_config["json_schema_extra"]["examples"][0],
+            },
+        }
+    ),
+]
+ACCEPTED: dict[int | str, dict[str, Any]] = {
+    200: {"model": JobView, "description": "Ended within `wait`."},
+    202: {
+        "model": JobView,
+        "description": "Accepted; `Location` is where it goes on.",
+        "headers": {"Location": {"schema": {"type": "string"}, "description": "The job's URL."}},
+    },
+}
+
+
+async def submit_request(services: Services, body: JobRequest) -> JobRecord:
+    """Record and publish the job that ``body`` asks for."""
+    return await submit(
+        services.store,
+        pipeline=body.pipeline,
+        inputs=body.input,
+        parameters=body.parameters,
+        priority=body.priority,
+        timeout=body.timeout,
+        metadata=body.metadata,
+    )
+
+
+@router.post(
+    "",
+    status_code=202,
+    summary="Submit a job",
+    response_model=JobView,
+    responses={**ACCEPTED, **problems(400, 413, 415, 422, 503)},
+)
+async def create_job(
+    *,
+    request: Request,
+    response: Response,
+    services: Live,
+    base: Base,
+    body: JobBody,
+    wait: Wait = 0.0,
+) -> Response | JobView:
+    """Accept a job and answer at once, or, with `wait`, when it has ended or the time is over."""
+    record = await submit_request(services, body)
+    if wait:
+        try:
+            record = await wait_for_end(services, request.receive, record.id, wait)
+        except ClientGone:
+            return Response(status_code=202)
+    view = job_view(record, base)
+    response.status_code = 200 if record.state.final else 202
+    response.headers["location"] = view.urls.self
+    return view
+
+
+@router.get(
+    "",
+    summary="List jobs",
+    responses=problems(422, 503),
+)
+async def list_jobs(services: Live, base: Base, query: Annotated[JobQuery, Query()]) -> JobPage:
+    """Jobs, newest first. Repeat `state` to allow several."""
+    records, following = await services.store.list(
+        states=set(query.state) or None,
+        pipeline=query.pipeline,
+        limit=query.limit,
+        cursor=query.cursor,
+    )
+    return JobPage(jobs=[job_summary(r, base) for r in records], next=following)
+
+
+@router.get(
+    "/{job_id}",
+    summary="Read or await a job",
+    response_model=JobView,
+    responses=problems(404, 422, 503),
+)
+async def get_job(
+    request: Request, services: Live, base: Base, job_id: JobId, wait: Wait = 0.0
+) -> Response | JobView:
+    """The job as it is, or, with `wait`, as soon as it has ended or the time is over."""
+    record = await services.store.get(job_id)
+    if wait and not record.state.final:
+        try:
+            record = await wait_for_end(services, request.receive, job_id, wait)
+        except ClientGone:
+            return Response(status_code=202)
+    return job_view(record, base)
+
+
+@router.get(
+    "/{job_id}/events",
+    summary="Watch a job",
+    status_code=200,
+    response_class=EventStreamResponse,
+    responses={
+        200: {
+            "description": "Server-sent events up to the job's end: `id` resumes, `event` is the "
+            "type, `data` is JSON with `type`, `stage`, `time` and `data`.",
+            "content": {
+                "text/event-stream": {
+                    "schema": {"type": "string"},
+                    "example": "id: 1764428400123-0\nevent: stage.progress\n"
+                    'data: {"type":"stage.progress","stage":"dit","time":1764428400.1,'
+                    '"data":{"step":3,"total":20}}\n\n',
+                }
+            },
+        },
+        204: {"description": "The job has ended and nothing follows `Last-Event-ID`."},
+        **problems(404, 422, 503),
+    },
+)
+async def watch_job(
+    services: Live,
+    job_id: JobId,
+    last_event_id: Annotated[
+        str,
+        Header(alias="Last-Event-ID", description="Only events behind this one."),
+        AfterValidator(check_event_id),
+    ] = BEGINNING,
+) -> Response:
+    """All events of the job from the first one, or from behind `Last-Event-ID`, then live ones."""
+    record = await services.store.get(job_id)
+    events: AsyncIterator[JobEvent | None]
+    events = services.store.events(job_id, last_event_id, block=HEARTBEAT)
+    if record.state.final and last_event_id != BEGINNING:
+        # Browsers reconnect after every end; 204 tells them to stop.
+        first = await anext(events, None)
+        if first is None:
+            return Response(status_code=204)
+        events = _with_first(first, events)
+    return EventStreamResponse(stream(events, services.stopping))
+
+
+async def _with_first(
+    first: JobEvent | None, rest: AsyncIterator[JobEvent | None]
+) -> AsyncIterator[JobEvent | None]:
+    yield first
+    async for event in rest:
+        yield event
+
+
+@router.post(
+    "/{job_id}/cancel",
+    summary="Cancel a job",
+    responses=problems(404, 503),
+)
+async def cancel_job(services: Live, base: Base, job_id: JobId) -> JobView:
+    """Stop the job: a queued one at once, a running one as soon as its stage notices.
+
+    A job that has ended already is returned as it is.
+    """
+    return job_view(await services.store.cancel(job_id), base)

@@ -1,0 +1,310 @@
+"""What clients send and get: the API's own models, apart from how jobs are stored.
+
+Times are Unix seconds. Every URL is a path on the same host.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+
+from omniq.jobs.model import JobRecord, JobState, StageRecord
+
+MAX_KEYS = 64
+MAX_METADATA = 16
+WEEK = 7 * 86_400.0
+
+EXAMPLE_ID = "0193a5c0de00a1b2c3d4e5f60718"
+EXAMPLE_PROMPT = "a red circle above a blue square"
+
+
+def _few_nested_keys(value: dict[str, Any]) -> dict[str, Any]:
+    """Faults are reported per key, so their number is bounded before anything looks at them."""
+    for key, inner in value.items():
+        if isinstance(inner, dict) and len(inner) > MAX_KEYS:
+            raise ValueError(f"{key[:64]!r} may have at most {MAX_KEYS} keys")
+    return value
+
+
+MetadataKey = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+MetadataValue = Annotated[str, StringConstraints(max_length=512)]
+
+
+class JobRequest(BaseModel):
+    """One request to a pipeline."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {
+                    "pipeline": "tiny-omni",
+                    "input": {"prompt": EXAMPLE_PROMPT},
+                    "parameters": {"num_inference_steps": 20, "seed": 7},
+                    "priority": 5,
+                    "timeout": 60,
+                    "metadata": {"user": "ada"},
+                }
+            ]
+        },
+    )
+
+    pipeline: str = Field(max_length=64, description="A name that `GET /v1/pipelines` lists.")
+    input: dict[str, Any] = Field(
+        default_factory=dict,
+        max_length=MAX_KEYS,
+        description="The pipeline's inputs by name, e.g. `prompt`.",
+    )
+    parameters: Annotated[dict[str, Any], AfterValidator(_few_nested_keys)] = Field(
+        default_factory=dict,
+        max_length=MAX_KEYS,
+        description="Parameters by name; each stage takes those it knows. An object under a stage "
+        'id is for that stage only: `{"seed": 1, "ar": {"seed": 2}}`.',
+    )
+    priority: int = Field(5, ge=0, le=9, strict=True, description="9 is served first.")
+    timeout: float | None = Field(
+        None,
+        gt=0,
+        le=WEEK,
+        allow_inf_nan=False,
+        strict=True,
+        description="A job that no worker has begun after so many seconds expires.",
+    )
+    metadata: dict[MetadataKey, MetadataValue] = Field(
+        default_factory=dict,
+        max_length=MAX_METADATA,
+        description="Your own labels, returned with the job.",
+    )
+
+
+class JobUrls(BaseModel):
+    """Where the job goes on."""
+
+    self: str
+    events: str
+    cancel: str
+
+
+class ArtifactView(BaseModel):
+    """One result file."""
+
+    name: str
+    content_type: str
+    nbytes: int
+    url: str
+    meta: dict[str, Any] = Field(default_factory=dict)
+
+
+class JobSummary(BaseModel):
+    """A job in a list."""
+
+    id: str
+    pipeline: str
+    state: JobState
+    priority: int
+    created: float
+    started: float | None = None
+    finished: float | None = None
+    metadata: dict[str, str] = Field(default_factory=dict)
+    error: dict[str, Any] | None = Field(None, description="`code`, `message` and more, if failed.")
+    urls: JobUrls
+
+
+class JobView(JobSummary):
+    """A job with all that is known of it."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "id": EXAMPLE_ID,
+                    "pipeline": "tiny-omni",
+                    "pipeline_version": 1,
+                    "state": "succeeded",
+                    "priority": 5,
+                    "created": 1764428400.1,
+                    "started": 1764428400.2,
+                    "finished": 1764428401.9,
+                    "deadline": None,
+                    "metadata": {"user": "ada"},
+                    "error": None,
+                    "urls": {
+                        "self": f"/v1/jobs/{EXAMPLE_ID}",
+                        "events": f"/v1/jobs/{EXAMPLE_ID}/events",
+                        "cancel": f"/v1/jobs/{EXAMPLE_ID}/cancel",
+                    },
+                    "input": {"prompt": EXAMPLE_PROMPT},
+                    "parameters": {"dit": {"num_inference_steps": 20, "seed": 7}},
+                    "stages": {
+                        "dit": {
+                            "state": "succeeded",
+                            "attempts": 1,
+                            "started": 1764428400.9,
+                            "finished": 1764428401.7,
+                            "step": 20,
+                            "total": 20,
+                        }
+                    },
+                    "values": {"text": "A red circle above a blue square on a white background."},
+                    "artifacts": [
+                        {
+                            "name": "image.png",
+                            "content_type": "image/png",
+                            "nbytes": 3184,
+                            "url": f"/v1/jobs/{EXAMPLE_ID}/artifacts/image.png",
+                            "meta": {"width": 64, "height": 64},
+                        }
+                    ],
+                }
+            ]
+        }
+    )
+
+    pipeline_version: int
+    deadline: float | None = None
+    input: dict[str, Any]
+    parameters: dict[str, dict[str, Any]] = Field(description="Complete, by stage.")
+    stages: dict[str, StageRecord]
+    values: dict[str, Any] = Field(description="Small results by output name, e.g. text.")
+    artifacts: list[ArtifactView]
+
+
+class JobPage(BaseModel):
+    """One page of jobs, newest first."""
+
+    jobs: list[JobSummary]
+    next: str | None = Field(None, description="Cursor of the next page; null on the last.")
+
+
+class JobQuery(BaseModel):
+    """Which jobs to list."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    state: list[JobState] = Field(default_factory=list, max_length=len(JobState))
+    pipeline: str | None = Field(None, max_length=64)
+    limit: int = Field(50, ge=1, le=200)
+    cursor: str | None = Field(None, max_length=64)
+
+
+class StageReadinessView(BaseModel):
+    """Whether one stage can serve."""
+
+    state: Literal["ready", "loading", "draining", "failed", "missing"]
+    reason: str | None = Field(None, description="Why it is not ready.")
+    workers: int
+    ready_workers: int
+    queue_length: int = Field(description="Tasks no worker has taken yet.")
+
+
+class PipelineReadinessView(BaseModel):
+    """Whether one pipeline can serve."""
+
+    ready: bool
+    stages: dict[str, StageReadinessView]
+
+
+class ReadinessView(BaseModel):
+    """Readiness of all served pipelines; `ready` is that of the default pipeline."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "ready": False,
+                    "default_pipeline": "tiny-omni",
+                    "pipelines": {
+                        "tiny-omni": {
+                            "ready": False,
+                            "stages": {
+                                "ar": {
+                                    "state": "ready",
+                                    "reason": None,
+                                    "workers": 1,
+                                    "ready_workers": 1,
+                                    "queue_length": 0,
+                                },
+                                "dit": {
+                                    "state": "loading",
+                                    "reason": "loading weights",
+                                    "workers": 1,
+                                    "ready_workers": 0,
+                                    "queue_length": 3,
+                                },
+                            },
+                        }
+                    },
+                }
+            ]
+        }
+    )
+
+    ready: bool
+    default_pipeline: str
+    pipelines: dict[str, PipelineReadinessView]
+
+
+class HealthView(BaseModel):
+    """The process is alive."""
+
+    status: Literal["ok"] = "ok"
+    version: str
+
+
+def job_urls(base: str, job_id: str) -> JobUrls:
+    """URLs of a job; ``base`` is the path the API is mounted under, usually empty."""
+    path = f"{base}/v1/jobs/{job_id}"
+    return JobUrls(self=path, events=f"{path}/events", cancel=f"{path}/cancel")
+
+
+def artifact_url(job_url: str, name: str) -> str:
+    """URL of one result file of the job at ``job_url``."""
+    return f"{job_url}/artifacts/{quote(name, safe='')}"
+
+
+def job_summary(record: JobRecord, base: str) -> JobSummary:
+    """A stored job as a list shows it."""
+    return JobSummary(**_summary_fields(record, base))
+
+
+def job_view(record: JobRecord, base: str) -> JobView:
+    """A stored job as clients see it."""
+    spec = record.spec
+    fields = _summary_fields(record, base)
+    return JobView(
+        **fields,
+        pipeline_version=spec.pipeline_version,
+        deadline=spec.deadline,
+        input=spec.inputs,
+        parameters=spec.parameters,
+        stages=record.stages,
+        values=record.values,
+        artifacts=[
+            ArtifactView(
+                name=name,
+                content_type=info.content_type,
+                nbytes=info.nbytes,
+                url=artifact_url(fields["urls"].self, name),
+                meta=info.meta,
+            )
+            for name, info in record.artifacts.items()
+        ],
+    )
+
+
+def _summary_fields(record: JobRecord, base: str) -> dict[str, Any]:
+    spec = record.spec
+    return {
+        "id": spec.id,
+        "pipeline": spec.pipeline,
+        "state": record.state,
+        "priority": spec.priority,
+        "created": spec.created,
+        "started": record.started,
+        "finished": record.finished,
+        "metadata": spec.metadata,
+        "error": record.error,
+        "urls": job_urls(base, spec.id),
+    }

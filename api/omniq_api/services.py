@@ -1,0 +1,108 @@
+"""What the routes share: the stores, whether the broker answers, and whether the server stops."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from omniq.errors import BrokerUnavailable
+from omniq.jobs.store import BLOCK_LIMIT, JobStore
+from omniq.jobs.workers import WorkerRegistry
+from omniq.redis_client import Client, broker_errors, connect
+
+PROBE_TIMEOUT = 1.0
+PROBE_TRUST = 0.25
+
+
+class BrokerProbe:
+    """Finds out within a second whether the broker answers.
+
+    A command on a broker that hangs fails only after its own, longer time-out, and a publication
+    cannot be taken back half-way; so nothing is begun on a broker that has not answered lately.
+    """
+
+    def __init__(self, redis: Client) -> None:
+        self.redis = redis
+        self._answered = float("-inf")
+        self._running: asyncio.Task[None] | None = None
+
+    async def check(self) -> None:
+        """Return if the broker has answered within ``PROBE_TRUST`` seconds or does so now.
+
+        Raises:
+            BrokerUnavailable: it refuses, or has not answered within ``PROBE_TIMEOUT``.
+        """
+        if time.monotonic() - self._answered < PROBE_TRUST:
+            return
+        if self._running is None or self._running.done():
+            self._running = asyncio.create_task(self._ping())
+        # Shared by all who ask at the same time; one that goes away must not cancel it.
+        await asyncio.shield(self._running)
+
+    async def _ping(self) -> None:
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT):
+                with broker_errors():
+                    await self.redis.ping()
+        except TimeoutError as exc:
+            raise BrokerUnavailable(
+                f"the broker has not answered within {PROBE_TIMEOUT:g} s"
+            ) from exc
+        self._answered = time.monotonic()
+
+
+class Services:
+    """One per process; lives as long as the app."""
+
+    def __init__(self, redis: Client, blocking: Client, stopping: asyncio.Event) -> None:
+        self.store = JobStore(redis, blocking)
+        self.workers = WorkerRegistry(redis)
+        self.redis = redis
+        self.probe = BrokerProbe(redis)
+        self.stopping = stopping
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.store.close()
+
+
+@asynccontextmanager
+async def open_services(stopping: asyncio.Event) -> AsyncIterator[Services]:
+    """Services on the configured broker; nothing is sent before the first request."""
+    redis, blocking = connect(), connect(blocking=BLOCK_LIMIT)
+    services = Services(redis, blocking, stopping)
+    try:
+        yield services
+    finally:
+        await services.close()
+
+
+def any_services(request: Request) -> Services:
+    """The process's services, whether or not the broker answers."""
+    services: Services = request.app.state.services
+    return services
+
+
+async def live_services(request: Request) -> Services:
+    """The process's services once the broker has answered.
+
+    Raises:
+        BrokerUnavailable: it does not.
+    """
+    services = any_services(request)
+    await services.probe.check()
+    return services
+
+
+def mount_path(request: Request) -> str:
+    """The path the API is mounted under, without a trailing slash; usually empty."""
+    return str(request.scope.get("root_path", "")).rstrip("/")
+
+
+Live = Annotated[Services, Depends(live_services)]
+Base = Annotated[str, Depends(mount_path)]

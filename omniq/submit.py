@@ -1,0 +1,113 @@
+"""Accepting a job: validate, record, publish the chain of its stages."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from typing import Any
+
+from kombu.exceptions import OperationalError
+
+from omniq import chain
+from omniq.config import PipelineConfig, get_pipeline
+from omniq.config.params import PARAMS
+from omniq.config.request import validate_request
+from omniq.errors import BrokerUnavailable, InvalidRequest
+from omniq.jobs.model import JobRecord, JobSpec, new_job_id
+from omniq.jobs.store import JobStore
+from omniq.redis_client import UNAVAILABLE
+
+PRIORITIES = range(10)
+
+
+async def submit(
+    store: JobStore,
+    *,
+    pipeline: str,
+    inputs: dict[str, Any],
+    parameters: dict[str, Any] | None = None,
+    priority: int = 5,
+    timeout: float | None = None,
+    metadata: dict[str, str] | None = None,
+) -> JobRecord:
+    """Validate and enqueue one job; it is recorded before this returns.
+
+    ``priority`` 9 is served first, 0 last. A job not started within ``timeout`` seconds expires.
+    A seed that is not given is drawn here, once, so that retries and all stages use the same one.
+
+    Raises:
+        UnknownPipeline: no such pipeline.
+        InvalidRequest: naming every faulty field.
+        BrokerUnavailable: nothing was enqueued.
+    """
+    config = get_pipeline(pipeline)
+    spec = make_spec(
+        config,
+        inputs,
+        parameters or {},
+        priority=priority,
+        timeout=timeout,
+        metadata=metadata or {},
+    )
+    upstream = {s: config.upstream(s) for s in spec.stages}
+    record = await store.create(spec, upstream)
+    signature = chain.build(spec, config)
+    try:
+        await asyncio.to_thread(signature.apply_async, retry=False)
+    except (OperationalError, *UNAVAILABLE) as exc:
+        await _take_back(store, spec.id)
+        raise BrokerUnavailable(f"the broker cannot be used: {exc}") from exc
+    return record
+
+
+def make_spec(
+    config: PipelineConfig,
+    inputs: dict[str, Any],
+    parameters: dict[str, Any],
+    *,
+    priority: int,
+    timeout: float | None,
+    metadata: dict[str, str],
+) -> JobSpec:
+    """The job a valid request describes, with a new id.
+
+    Raises:
+        InvalidRequest: naming every faulty field.
+    """
+    if isinstance(priority, bool) or priority not in PRIORITIES:
+        raise InvalidRequest(
+            f"priority: must be 0 to 9; got {priority!r}",
+            fields=[{"field": "priority", "message": "must be 0 to 9"}],
+        )
+    if timeout is not None and not 0 < timeout < float("inf"):
+        raise InvalidRequest(
+            f"timeout: must be seconds above 0; got {timeout!r}",
+            fields=[{"field": "timeout", "message": "must be seconds above 0"}],
+        )
+    complete = validate_request(config, inputs, parameters)
+    seed = secrets.randbelow(2**32)
+    for stage in config.stages:
+        if "seed" in PARAMS[stage.engine_type].model_fields:
+            complete[stage.stage_id].setdefault("seed", seed)
+    created = time.time()
+    return JobSpec(
+        id=new_job_id(created),
+        pipeline=config.name,
+        pipeline_version=config.version,
+        inputs=inputs,
+        parameters=complete,
+        stages=config.topological_order(),
+        priority=priority,
+        deadline=None if timeout is None else created + timeout,
+        metadata=metadata,
+        created=created,
+    )
+
+
+async def _take_back(store: JobStore, job_id: str) -> None:
+    """Best effort: with the broker gone the record is unreachable too, and expires by itself."""
+    try:
+        await store.discard(job_id)
+    except BrokerUnavailable:
+        return

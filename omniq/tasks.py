@@ -1,0 +1,166 @@
+"""The three Celery tasks, and the base class of tasks that run on a worker's event loop.
+
+Clients import this module to name tasks; what runs them lives in ``omniq_workers``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from typing import Any, Protocol
+
+from celery import Task
+from celery.exceptions import Reject
+
+from omniq.celery import app
+from omniq.errors import ConfigError, InvalidRequest, OmniqError
+
+STAGE = "omniq.stage"
+SUBMIT = "omniq.submit"
+CANCEL = "omniq.cancel"
+
+
+class Flight(Protocol):
+    """One task in flight in a worker, as its task sees it."""
+
+    id: str
+
+    def outcome(self) -> Any:
+        """The finished body's result; raises what the body raised."""
+
+
+#: The task in flight whose body runs here. A context variable, not an attribute of the request:
+#: Celery sends unknown request attributes on as message headers when it retries.
+current_flight: contextvars.ContextVar[Flight] = contextvars.ContextVar("current_flight")
+
+
+class RetryLater(Exception):
+    """Raised by a task's body: ``cause`` may pass, run the task again in ``delay`` seconds."""
+
+    def __init__(self, cause: Exception, delay: float) -> None:
+        super().__init__(str(cause))
+        self.cause, self.delay = cause, delay
+
+
+class GiveBack(Exception):
+    """Raised by a task's body: this worker cannot run the task, another one may."""
+
+
+class EngineTask(Task):
+    """Base of tasks whose body is a coroutine function.
+
+    :class:`omniq_workers.pool.EnginePool` runs the body on its loop and then has Celery's tracer
+    call the task, which only answers with the outcome that is already there. Under any other pool
+    the body runs in a loop of its own.
+    """
+
+    abstract = True
+    throws = (OmniqError,)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The body's outcome in Celery's terms: a result, an error, a retry or a rejection."""
+        flight = current_flight.get(None)
+        try:
+            if flight is not None and flight.id == self.request.id:
+                return flight.outcome()
+            return asyncio.run(self.run(*args, **kwargs))
+        except RetryLater as later:
+            # The body has decided that there is a try left: Celery must not count for itself.
+            raise self.retry(
+                exc=later.cause, countdown=later.delay, max_retries=self.request.retries + 1
+            ) from later.cause
+        except GiveBack as reason:
+            raise Reject(str(reason), requeue=True) from reason
+
+
+class StageRunner(Protocol):
+    """What a worker with an engine offers to the stage task."""
+
+    async def run(self, job_id: str, stage: str) -> dict[str, Any]:
+        """Run one stage of one job; the answer is the message to the next stage."""
+
+
+@app.task(base=EngineTask, name=STAGE, bind=True, ignore_result=True)
+async def run_stage(
+    self: EngineTask, upstream: Any = None, *, job: str, stage: str, prompt: str = ""
+) -> dict[str, Any]:
+    """Run ``stage`` of ``job`` in this worker's engine.
+
+    ``upstream`` (what the stage before returned) and ``prompt`` (an excerpt) are for people who
+    watch the queues: inputs come from the job record.
+    """
+    runner = self.app.stage_runner
+    if runner is None:
+        raise ConfigError(
+            f"this worker has no engine, but received stage {stage!r} of job {job}",
+            hint="start one by `omniq worker --pipeline P --stage S`",
+        )
+    result: dict[str, Any] = await runner.run(job, stage)
+    return result
+
+
+@app.task(base=EngineTask, name=SUBMIT)
+async def submit_job(
+    pipeline: str,
+    *,
+    inputs: dict[str, Any] | None = None,
+    prompt: str | None = None,
+    parameters: dict[str, Any] | None = None,
+    priority: int = 5,
+    timeout: float | None = None,
+    metadata: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    """Start a job; ``prompt`` is short for ``inputs={"prompt": ...}``.
+
+    Returns:
+        ``{"id", "pipeline", "state", "stages"}``.
+
+    Raises:
+        InvalidRequest: naming every faulty field.
+    """
+    from omniq.jobs.store import JobStore  # noqa: PLC0415 - needs this module's app
+    from omniq.submit import submit  # noqa: PLC0415 - as above
+
+    if prompt is not None:
+        if inputs is not None and "prompt" in inputs:
+            raise InvalidRequest("prompt: given twice, also in inputs")
+        inputs = {**(inputs or {}), "prompt": prompt}
+    store = JobStore.from_settings()
+    try:
+        record = await submit(
+            store,
+            pipeline=pipeline,
+            inputs=inputs or {},
+            parameters=parameters,
+            priority=priority,
+            timeout=timeout,
+            metadata=metadata,
+        )
+    finally:
+        await store.close()
+    return {
+        "id": record.id,
+        "pipeline": record.spec.pipeline,
+        "state": record.state.value,
+        "stages": record.spec.stages,
+    }
+
+
+@app.task(base=EngineTask, name=CANCEL)
+async def cancel_job(job: str) -> dict[str, Any]:
+    """Cancel a job.
+
+    Returns:
+        ``{"id", "state"}`` after the request.
+
+    Raises:
+        JobNotFound: unknown job.
+    """
+    from omniq.jobs.store import JobStore  # noqa: PLC0415 - only workers need it
+
+    store = JobStore.from_settings()
+    try:
+        record = await store.cancel(job)
+    finally:
+        await store.close()
+    return {"id": record.id, "state": record.state.value}

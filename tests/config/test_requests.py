@@ -1,0 +1,97 @@
+"""Requests against their pipeline: defaults, sharing of parameters, and every kind of fault."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omniq.config import get_pipeline
+from omniq.config.request import validate_request
+from omniq.errors import InvalidRequest
+from omniq.submit import make_spec
+
+PROMPT = {"prompt": "red circle"}
+
+
+def check(inputs: Any = PROMPT, parameters: Any = None) -> dict[str, dict[str, Any]]:
+    return validate_request(get_pipeline("tiny-omni"), inputs, parameters or {})
+
+
+def fields(inputs: Any = PROMPT, parameters: Any = None) -> list[str]:
+    with pytest.raises(InvalidRequest) as caught:
+        check(inputs, parameters)
+    return [f["field"] for f in caught.value.fields]
+
+
+def test_defaults_are_filled_in() -> None:
+    complete = check()
+    assert complete["dit"]["num_inference_steps"] == 20
+    assert complete["decode"] == {}
+
+
+def test_a_shared_name_reaches_every_stage_and_a_stage_may_differ() -> None:
+    complete = check(parameters={"seed": 3, "ar": {"seed": 4}})
+    assert (complete["ar"]["seed"], complete["dit"]["seed"]) == (4, 3)
+
+
+def test_a_missing_seed_is_drawn_once_for_all_stages() -> None:
+    config = get_pipeline("tiny-omni")
+    specs = [make_spec(config, PROMPT, {}, priority=5, timeout=None, metadata={}) for _ in range(9)]
+    assert all(s.parameters["ar"]["seed"] == s.parameters["dit"]["seed"] for s in specs)
+    assert len({s.parameters["ar"]["seed"] for s in specs}) > 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parameters", "field"),
+    [
+        ({}, {}, "input.prompt"),
+        ({"prompt": 7}, {}, "input.prompt"),
+        ({"prompt": ""}, {}, "input.prompt"),
+        ({"prompt": "  \n"}, {}, "input.prompt"),
+        ({"prompt": "x" * 10_000_000}, {}, "input.prompt"),
+        ({"prompt": "\ud800"}, {}, "input.prompt"),
+        ({"prompt": "x", "image": "y"}, {}, "input.image"),
+        (PROMPT, {"width": 0}, "parameters.width"),
+        (PROMPT, {"width": 72}, "parameters.width"),
+        (PROMPT, {"width": "64"}, "parameters.width"),
+        (PROMPT, {"num_inference_steps": 101}, "parameters.num_inference_steps"),
+        (PROMPT, {"temperature": float("nan")}, "parameters.temperature"),
+        (PROMPT, {"seed": -1}, "parameters.seed"),
+        (PROMPT, {"seed": 2**63}, "parameters.seed"),
+        (PROMPT, {"seed": True}, "parameters.seed"),
+        (PROMPT, {"sed": 1}, "parameters.sed"),
+        (PROMPT, {"dit": {"width": 0}}, "parameters.dit.width"),
+        (PROMPT, {"dit": {"temperature": 1.0}}, "parameters.dit.temperature"),
+        (PROMPT, {"dit": 3}, "parameters.dit"),
+    ],
+)
+def test_every_fault_names_its_field(inputs: Any, parameters: Any, field: str) -> None:
+    assert set(fields(inputs, parameters)) == {field}
+
+
+def test_all_faults_are_named_together() -> None:
+    assert fields({}, {"width": 0, "x": 1}) == ["input.prompt", "parameters.x", "parameters.width"]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3),
+    max_leaves=8,
+)
+names = st.sampled_from(["seed", "width", "stop", "dit", "ar", "temperature", "max_tokens", "zz"])
+
+
+@given(
+    st.dictionaries(st.sampled_from(["prompt", "x"]), json_values),
+    st.dictionaries(names, json_values),
+)
+def test_any_json_is_accepted_or_refused_clearly(inputs: Any, parameters: Any) -> None:
+    try:
+        complete = check(inputs, parameters)
+    except InvalidRequest as exc:
+        assert exc.fields and all(f["field"] and f["message"] for f in exc.fields)
+    else:
+        assert set(complete) == {"ar", "dit", "decode"}
