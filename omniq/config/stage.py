@@ -32,6 +32,7 @@ class Modality(StrEnum):
 
     TEXT = "text"
     IMAGE = "image"
+    TEXT_IMAGE = "text+image"
     AUDIO = "audio"
     VIDEO = "video"
     LATENTS = "latents"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -77,7 +78,7 @@ class Emit(Protocol):
         """``step`` of ``total`` units (denoise steps, tokens) are done."""
 
     def delta(self, output: str, value: Any) -> None:
-        """A piece of ``output`` is there before the whole: small JSON such as ``{"text": "..."}``."""
+        """A piece of ``output`` is there before the whole: small JSON, ``{"text": "..."}``."""
 
 
 class NullEmit:
@@ -90,7 +91,7 @@ class NullEmit:
         """Drop."""
 
 
-class Cancelled(Exception):  # noqa: N818 - a control-flow signal, not an error
+class Cancelled(Exception):
     """Raised inside model threads when their request was cancelled."""
 
 
@@ -154,15 +155,16 @@ class Engine(abc.ABC):
         On cancellation ``cancel`` is set, and the call waits until the function has really stopped,
         so that a cancelled request never computes beside the next one.
         """
-        loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._executor, function, *args)
+        work = self._executor.submit(function, *args)
+        done = asyncio.wrap_future(work)
         try:
-            return await asyncio.shield(future)
+            return await asyncio.shield(done)
         except asyncio.CancelledError:
             if cancel is not None:
                 cancel.set()
-            future.cancel()
-            await asyncio.wait([future])
-            if not future.cancelled():
-                future.exception()  # retrieved: the outcome of a cancelled request is nobody's
+            if not work.cancel():  # it runs already: `done` must not end before the thread does
+                while not done.done():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait([done])
+                done.exception()  # retrieved: the outcome of a cancelled request is nobody's
             raise

@@ -1,0 +1,20 @@
+"""What differs between model families, one small file each; everything else is common."""
+
+from __future__ import annotations
+
+from omniq.engines.families.base import Family
+from omniq.engines.families.z_image import ZImage
+
+# By the pipeline class that a model's model_index.json names.
+FAMILIES: dict[str, type[Family]] = {
+    "ZImagePipeline": ZImage,
+    "ZImageImg2ImgPipeline": ZImage,
+}
+
+
+def family_of(pipeline_class: str) -> Family:
+    """The family of a diffusers pipeline class; :class:`Family` itself for those without a file."""
+    return FAMILIES.get(pipeline_class, Family)()
+
+
+__all__ = ["Family", "family_of"]

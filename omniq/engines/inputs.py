@@ -1,0 +1,47 @@
+"""Reading a stage's named inputs, with errors that say which one is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from omniq.engines.base import StageInput
+from omniq.errors import InvalidRequest
+
+
+def text_input(inputs: Mapping[str, StageInput], name: str) -> str:
+    """The text of input ``name``.
+
+    Raises:
+        InvalidRequest: missing, or no string.
+    """
+    if name not in inputs:
+        raise _bad(name, f"missing; the stage got: {', '.join(inputs) or 'nothing'}")
+    value = inputs[name].value
+    if not isinstance(value, str):
+        raise _bad(name, f"must be text, not {type(value).__name__}")
+    return value
+
+
+def tensor_input(inputs: Mapping[str, StageInput], name: str) -> torch.Tensor:
+    """The one floating-point tensor of input ``name``.
+
+    Raises:
+        InvalidRequest: missing, none or several tensors, or integers.
+    """
+    if name not in inputs:
+        raise _bad(name, f"missing; the stage got: {', '.join(inputs) or 'nothing'}")
+    try:
+        tensor = inputs[name].tensor
+    except ValueError as exc:
+        raise _bad(name, str(exc)) from exc
+    if not tensor.is_floating_point():
+        raise _bad(name, f"must be floating point, is {tensor.dtype}")
+    return tensor
+
+
+def _bad(name: str, message: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"stage input {name!r}: {message}", fields=[{"field": f"input.{name}", "message": message}]
+    )

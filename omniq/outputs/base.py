@@ -1,0 +1,109 @@
+"""The handler interface: one class per output type."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from omniq.config import OutputConfig
+from omniq.errors import ConfigError, OmniqError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class OutputError(OmniqError):
+    """A stage's output does not have the form its output type demands."""
+
+    code = "output_error"
+
+
+@dataclass(frozen=True, slots=True)
+class OutputContext:
+    """Whose output it is: goes into the metadata of files.
+
+    ``parameters`` are the job's complete parameters by stage id.
+    """
+
+    job_id: str
+    prompt: str = ""
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def seed(self) -> int | dict[str, int] | None:
+        """The seed all stages used, or by stage id where they differ."""
+        seeds = {s: p["seed"] for s, p in self.parameters.items() if p.get("seed") is not None}
+        different = set(seeds.values())
+        return seeds if len(different) > 1 else next(iter(different), None)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedArtifact:
+    """One finished file; ``meta`` are facts worth showing beside it (width, height, ...)."""
+
+    name: str
+    content_type: str
+    data: bytes = field(repr=False)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedOutput:
+    """One pipeline output in its final form: small JSON, a file, or both."""
+
+    value: Any = None
+    artifact: EncodedArtifact | None = None
+
+
+class OutputHandler(abc.ABC):
+    """Encodes outputs of one type; stateless, safe to call from any thread."""
+
+    #: Formats that ``OutputConfig.format`` may name, the default first; empty: none.
+    formats: tuple[str, ...] = ()
+
+    @abc.abstractmethod
+    def encode(self, name: str, form: str, data: Any, context: OutputContext) -> ProcessedOutput:
+        """Encode one output.
+
+        Args:
+            name: the pipeline output's name.
+            form: one of ``formats``, or empty when there are none.
+            data: the stage output: JSON, or a mapping of names to tensors.
+            context: whose output it is.
+
+        Raises:
+            OutputError: ``data`` does not have the form this type demands.
+        """
+
+    def format_of(self, name: str, config: OutputConfig) -> str:
+        """The configured format, or the type's default.
+
+        Raises:
+            ConfigError: the type has no such format; the message lists those it has.
+        """
+        if config.format is None:
+            return self.formats[0] if self.formats else ""
+        if config.format not in self.formats:
+            raise ConfigError(
+                f"output {name!r}: no format {config.format!r}; "
+                f"allowed: {', '.join(self.formats) or 'none'}"
+            )
+        return config.format
+
+
+def only_tensor(name: str, data: Any) -> torch.Tensor:
+    """The one tensor of ``data``: itself, or the only entry of a mapping.
+
+    Raises:
+        OutputError: there is none, or several.
+    """
+    import torch  # noqa: PLC0415 - text pipelines need none
+
+    if isinstance(data, Mapping) and len(data) == 1:
+        data = next(iter(data.values()))
+    if isinstance(data, torch.Tensor):
+        return data
+    has = f"{sorted(data)}" if isinstance(data, Mapping) else type(data).__name__
+    raise OutputError(f"output {name!r}: needs one tensor, got {has}")

@@ -1,0 +1,77 @@
+"""Pictures as PNG, WebP or JPEG files that carry how they were made."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+from PIL import ExifTags, Image
+from PIL.PngImagePlugin import PngInfo
+
+from omniq import __version__
+from omniq.outputs.base import (
+    EncodedArtifact,
+    OutputContext,
+    OutputError,
+    OutputHandler,
+    ProcessedOutput,
+    only_tensor,
+)
+
+SOFTWARE = f"omniq {__version__}"
+SAVE_OPTIONS: dict[str, dict[str, Any]] = {
+    "png": {},
+    "webp": {"quality": 90},
+    "jpeg": {"quality": 95, "subsampling": 0},
+}
+# EXIF in a JPEG ends at 64 KiB, and a character may take 12 bytes as escaped JSON.
+EXIF_PROMPT_CHARS = 4000
+
+
+class ImageHandler(OutputHandler):
+    """Pixels, uint8 [H, W, 3] RGB, become a picture file.
+
+    PNG files carry text chunks ``prompt``, ``seed``, ``parameters`` (JSON by stage), ``job_id`` and
+    ``Software``; WebP and JPEG the same as JSON in the EXIF user comment.
+    """
+
+    formats = ("png", "webp", "jpeg")
+
+    def encode(self, name: str, form: str, data: Any, context: OutputContext) -> ProcessedOutput:
+        """Encode the picture; ``meta`` has width, height and format."""
+        tensor = only_tensor(name, data).detach().cpu()
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+        if dtype != "uint8" or len(shape) != 3 or shape[2] != 3 or 0 in shape:
+            raise OutputError(f"output {name!r}: a picture is uint8 [H, W, 3], not {dtype} {shape}")
+        height, width = shape[:2]
+        file = io.BytesIO()
+        options = {**SAVE_OPTIONS[form], **_metadata(form, context)}
+        Image.fromarray(tensor.numpy()).save(file, form, **options)
+        meta = {"width": width, "height": height, "format": form}
+        artifact = EncodedArtifact(name, f"image/{form}", file.getvalue(), meta)
+        return ProcessedOutput(artifact=artifact)
+
+
+def _metadata(form: str, context: OutputContext) -> dict[str, Any]:
+    """Arguments of ``Image.save`` that embed the context."""
+    facts: dict[str, Any] = {
+        "prompt": context.prompt,
+        "seed": context.seed,
+        "parameters": {stage: dict(p) for stage, p in context.parameters.items()},
+        "job_id": context.job_id,
+    }
+    if form == "png":
+        chunks = PngInfo()
+        for key, value in facts.items():
+            if value is not None:
+                # What is not Latin-1 goes into an iTXt chunk by itself.
+                chunks.add_text(key, value if isinstance(value, str) else json.dumps(value))
+        chunks.add_text("Software", SOFTWARE)
+        return {"pnginfo": chunks}
+    facts["prompt"] = context.prompt[:EXIF_PROMPT_CHARS]
+    exif = Image.Exif()
+    exif[ExifTags.Base.Software] = SOFTWARE
+    comment = b"ASCII\0\0\0" + json.dumps(facts).encode("ascii")
+    exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = comment
+    return {"exif": exif}

@@ -1,0 +1,228 @@
+"""What clients get: values and files, by output type."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load
+
+from omniq import __version__
+from omniq.config import Modality, OutputConfig
+from omniq.errors import ConfigError
+from omniq.outputs import MultimodalOutputProcessor, OutputContext, ProcessedOutput
+from omniq.outputs.base import OutputError
+from omniq.outputs.pooling import INLINE_MAX
+
+PROMPT = "a red circle, rouge clair: é, 赤い円 🙂"
+CONTEXT = OutputContext(
+    "job1", PROMPT, {"ar": {"seed": 5, "temperature": 0.7}, "dit": {"seed": 5, "width": 24}}
+)
+PIXELS = torch.randint(0, 256, (16, 24, 3), generator=torch.Generator().manual_seed(0)).to(
+    torch.uint8
+)
+
+
+def process(kind: str, data: Any, form: str | None = None, **more: Any) -> ProcessedOutput:
+    config = OutputConfig.model_validate({"from": "s.out", "type": kind, "format": form})
+    context = more.pop("context", CONTEXT)
+    return MultimodalOutputProcessor().process("picture", config, data, context)
+
+
+def picture(form: str | None = None, **more: Any) -> Any:
+    artifact = process("image", {"image": PIXELS}, form, **more).artifact
+    assert artifact is not None
+    return artifact, Image.open(io.BytesIO(artifact.data))
+
+
+def test_text_is_an_inline_value() -> None:
+    assert process("text", "hello") == ProcessedOutput(value="hello")
+    assert process("text", {"text": "hello"}) == ProcessedOutput(value="hello")
+    with pytest.raises(OutputError, match="text must be a string, not int"):
+        process("text", 3)
+
+
+def test_png_has_the_same_pixels() -> None:
+    artifact, image = picture()
+    assert (artifact.name, artifact.content_type) == ("picture", "image/png")
+    assert artifact.meta == {"width": 24, "height": 16, "format": "png"}
+    assert np.array_equal(np.asarray(image), PIXELS.numpy())
+
+
+def test_png_says_how_it_was_made() -> None:
+    """Characters outside Latin-1 too."""
+    _, image = picture()
+    image.load()
+    assert image.text["prompt"] == PROMPT
+    assert image.text["seed"] == "5"
+    assert json.loads(image.text["parameters"]) == CONTEXT.parameters
+    assert image.text["job_id"] == "job1"
+    assert image.text["Software"] == f"omniq {__version__}"
+
+
+def test_seeds_that_differ_are_given_by_stage() -> None:
+    context = OutputContext("j", "p", {"ar": {"seed": 1}, "dit": {"seed": 2}, "decode": {}})
+    assert context.seed == {"ar": 1, "dit": 2}
+    _, image = picture(context=context)
+    assert json.loads(image.text["seed"]) == {"ar": 1, "dit": 2}
+    _, image = picture(context=OutputContext("j"))
+    assert "seed" not in image.text
+
+
+@pytest.mark.parametrize("form", ["webp", "jpeg"])
+def test_lossy_pictures_carry_the_same_facts(form: str) -> None:
+    artifact, image = picture(form)
+    assert artifact.content_type == f"image/{form}"
+    assert image.format == form.upper()
+    assert image.size == (24, 16)
+    exif = image.getexif()
+    assert exif[0x0131] == f"omniq {__version__}"
+    comment = exif.get_ifd(0x8769)[0x9286]
+    assert comment.startswith(b"ASCII\0\0\0")
+    facts = json.loads(comment[8:])
+    assert facts["prompt"] == PROMPT
+    assert facts["seed"] == 5
+    assert facts["parameters"] == CONTEXT.parameters
+
+
+def test_longest_prompt_fits_every_format() -> None:
+    context = OutputContext("j", "🙂" * 100_000)
+    for form in ("png", "webp", "jpeg"):
+        picture(form, context=context)[1].load()
+
+
+@pytest.mark.parametrize(
+    "pixels",
+    [
+        torch.zeros(16, 24, 3),
+        torch.zeros(16, 24, 3, dtype=torch.bfloat16),
+        torch.zeros(16, 24, 3, dtype=torch.int8),
+        torch.zeros(3, 16, 24, dtype=torch.uint8),
+        torch.zeros(1, 16, 24, 3, dtype=torch.uint8),
+        torch.zeros(0, 24, 3, dtype=torch.uint8),
+    ],
+)
+def test_what_is_no_picture_is_refused(pixels: torch.Tensor) -> None:
+    with pytest.raises(OutputError, match=r"output 'picture': a picture is uint8 \[H, W, 3\]"):
+        process("image", {"image": pixels})
+
+
+def test_picture_from_several_tensors_is_refused() -> None:
+    with pytest.raises(OutputError, match=r"needs one tensor, got \['a', 'b'\]"):
+        process("image", {"a": PIXELS, "b": PIXELS})
+    with pytest.raises(OutputError, match="needs one tensor, got str"):
+        process("image", "x")
+
+
+def test_unknown_format_lists_the_allowed_ones() -> None:
+    with pytest.raises(ConfigError, match="no format 'gif'; allowed: png, webp, jpeg"):
+        picture("gif")
+    with pytest.raises(ConfigError, match="no format 'txt'; allowed: none"):
+        process("text", "x", "txt")
+
+
+def test_text_and_picture_together() -> None:
+    out = process("text+image", {"text": "hello", "image": {"image": PIXELS}})
+    assert out.value == "hello"
+    assert out.artifact is not None
+    assert out.artifact.content_type == "image/png"
+    with pytest.raises(OutputError, match=r"needs 'text' and 'image', got \['text'\]"):
+        process("text+image", {"text": "hello"})
+
+
+@pytest.mark.parametrize("kind", ["latents", "hidden_states"])
+def test_tensors_become_a_safetensors_file(kind: str) -> None:
+    """Views, shared memory and bfloat16 included."""
+    base = torch.randn(4, 6)
+    tensors = {"a": base, "b": base.t(), "c": base[1:3].to(torch.bfloat16)}
+    artifact = process(kind, tensors).artifact
+    assert artifact is not None
+    assert artifact.content_type == "application/x-safetensors"
+    assert artifact.meta["tensors"]["c"] == {"dtype": "bfloat16", "shape": [2, 6]}
+    back = load(artifact.data)
+    assert all(torch.equal(back[name], t) for name, t in tensors.items())
+
+
+def test_safetensors_name_their_job(tmp_path: Path) -> None:
+    artifact = process("latents", {"x": torch.ones(1)}).artifact
+    assert artifact is not None
+    (tmp_path / "f").write_bytes(artifact.data)
+    with safe_open(tmp_path / "f", "pt") as file:
+        assert file.metadata() == {"job_id": "job1", "software": f"omniq {__version__}"}
+
+
+def test_no_tensors_are_refused() -> None:
+    for data in ({}, "x", {"a": 3}):
+        with pytest.raises(OutputError):
+            process("latents", data)
+
+
+def test_small_embedding_is_an_inline_list() -> None:
+    out = process("pooling", {"e": torch.tensor([1.0, -0.5], dtype=torch.bfloat16)})
+    assert out == ProcessedOutput(value=[1.0, -0.5])
+    assert process("pooling", [[0.5], [1]]).value == [[0.5], [1]]
+
+
+def test_large_embedding_is_a_file_unless_json_is_asked_for() -> None:
+    large = torch.randn(2, INLINE_MAX)
+    out = process("pooling", {"e": large})
+    assert out.value is None
+    assert out.artifact is not None
+    assert torch.equal(load(out.artifact.data)["picture"], large)
+    assert process("pooling", {"e": large}, "json").artifact is None
+    assert process("pooling", {"e": large[:, :2]}, "safetensors").value is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"e": torch.zeros(1, 2, 3)},
+        {"e": torch.zeros(3, dtype=torch.int64)},
+        {"e": torch.tensor([float("nan")])},
+        [float("inf")],
+        ["x"],
+        [True],
+    ],
+)
+def test_what_is_no_embedding_is_refused(data: Any) -> None:
+    with pytest.raises(OutputError):
+        process("pooling", data)
+
+
+def test_unknown_type_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"no handler for type 'audio'; allowed: .*text\+image"):
+        process("audio", b"")
+
+
+def test_check_finds_wrong_formats_without_data() -> None:
+    config = OutputConfig.model_validate({"from": "s.out", "type": "image", "format": "gif"})
+    with pytest.raises(ConfigError, match="gif"):
+        MultimodalOutputProcessor().check("picture", config)
+
+
+def test_third_party_handler_adds_a_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But never replaces a built-in one."""
+    info = tmp_path / "sound-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sound\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[omniq.outputs]\naudio = sound_output:Audio\ntext = sound_output:Audio\n"
+    )
+    (tmp_path / "sound_output.py").write_text(
+        "from omniq.outputs import OutputHandler, ProcessedOutput\n"
+        "class Audio(OutputHandler):\n"
+        "    def encode(self, name, form, data, context):\n"
+        "        return ProcessedOutput(value='sound')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    assert process(Modality.AUDIO.value, b"").value == "sound"
+    assert process("text", "hello").value == "hello"
