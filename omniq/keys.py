@@ -65,10 +65,15 @@ def workers_index() -> str:
 
 
 def blob(blob_id: str) -> str:
-    """String: one blob in the Redis store."""
+    """Hash: one blob in the Redis store, in chunks."""
     return f"{_ns()}:blob:{blob_id}"
 
 
+def blob_part(blob_id: str, token: str) -> str:
+    """Hash: a blob that one writer is still writing; in the blob's Redis Cluster slot."""
+    return f"{_ns()}:part:{token}:{{{blob(blob_id)}}}"
+
+
 def host_garbage(host: str) -> str:
-    """Set: keys of shared-memory blobs on that host which no job needs any more."""
+    """Set: JSON references of shared-memory blobs on that host which no job needs any more."""
     return f"{_ns()}:garbage:{host}"

@@ -10,7 +10,7 @@ import contextvars
 from typing import Any, Protocol
 
 from celery import Task
-from celery.exceptions import Reject
+from celery.exceptions import Reject, Retry
 
 from omniq.celery import app
 from omniq.errors import ConfigError, InvalidRequest, OmniqError
@@ -65,12 +65,21 @@ class EngineTask(Task):
                 return flight.outcome()
             return asyncio.run(self.run(*args, **kwargs))
         except RetryLater as later:
-            # The body has decided that there is a try left: Celery must not count for itself.
-            raise self.retry(
-                exc=later.cause, countdown=later.delay, max_retries=self.request.retries + 1
-            ) from later.cause
+            raise self._retry(later) from later.cause
         except GiveBack as reason:
             raise Reject(str(reason), requeue=True) from reason
+
+    def _retry(self, later: RetryLater) -> Exception:
+        # The body has decided that there is a try left: Celery must not count for itself.
+        most = self.request.retries + 1
+        try:
+            sent: Retry = self.retry(
+                exc=later.cause, countdown=later.delay, max_retries=most, throw=False
+            )
+        except Reject as exc:
+            # The new message could not be sent; Celery would drop the task.
+            return Reject(exc.reason, requeue=True)
+        return sent
 
 
 class StageRunner(Protocol):

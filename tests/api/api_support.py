@@ -8,7 +8,6 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import httpx
 from PIL import Image
+from support import free_port
 
 from omniq.jobs.model import ArtifactInfo, JobRecord, JobState, StageResult, Verdict
 from omniq.jobs.store import JobStore
@@ -120,12 +120,6 @@ def problem(response: httpx.Response) -> Problem:
     assert all(set(f) == {"field", "message"} and f["message"] for f in faults)
     assert "Traceback" not in response.text
     return Problem(body["status"], body["code"], body["detail"], [f["field"] for f in faults], body)
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @dataclass

@@ -1,0 +1,338 @@
+"""Requests from asyncio programs, straight to the job store and the broker (no HTTP)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from omniq.config import get_pipeline
+from omniq.config.request import validate_request
+from omniq.errors import BrokerUnavailable
+from omniq.jobs.model import JobEvent, JobRecord
+from omniq.jobs.store import JobStore
+from omniq.jobs.workers import WorkerRegistry
+from omniq.request_output import Artifact, OmniRequestOutput
+from omniq.runtime.binding import bind, unbind
+from omniq.runtime.local import LocalSystem
+from omniq.runtime.private_broker import PrivateBroker
+from omniq.runtime.ready import readiness
+from omniq.settings import get_settings
+from omniq.submit import submit
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Mapping[str, Any]
+"""A text for the pipeline's first input, or all inputs by name."""
+
+BLOCK = 1.0
+"""Seconds between looks at the processes while nothing happens."""
+PATIENCE = 30.0
+"""Seconds a broker may be away while a result is awaited: jobs outlive its restart."""
+MAX_LISTENERS = 64
+"""Results awaited by a blocking read, each on a connection of its own; more of them are polled."""
+POLL = 0.2
+MAX_SUBMITS = 16
+"""Requests being published at the same time."""
+
+
+class AsyncOmniLLM:
+    """Requests to one pipeline, for asyncio.
+
+    ``async with AsyncOmniLLM() as llm: output = await llm.generate("a red circle")``
+
+    Uses the running system when ``broker_url`` or ``OMNIQ_BROKER_URL`` names one; else it starts a
+    :class:`~omniq.runtime.local.LocalSystem` of its own and stops it on :meth:`close`.
+
+    Args:
+        pipeline: name of an available pipeline.
+        broker_url: Redis or Valkey of a running system.
+        devices: of the workers it starts itself, by stage id.
+        ready_timeout: seconds they may take to get ready; default ``OMNIQ_READY_TIMEOUT``.
+        on_progress: called with stage and state while they start.
+    """
+
+    def __init__(
+        self,
+        pipeline: str = "tiny-omni",
+        *,
+        broker_url: str | None = None,
+        devices: Mapping[str, Sequence[str]] | None = None,
+        ready_timeout: float | None = None,
+        on_progress: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self.config = get_pipeline(pipeline)
+        self._broker_url = broker_url
+        self._system_options: dict[str, Any] = {
+            "devices": devices,
+            "ready_timeout": ready_timeout,
+            "on_progress": on_progress,
+        }
+        self._system: LocalSystem | None = None
+        self._store: JobStore | None = None
+        self._bound = False
+        self._starting = asyncio.Lock()
+        self._listeners = asyncio.Semaphore(MAX_LISTENERS)
+        self._submits = asyncio.Semaphore(MAX_SUBMITS)
+
+    async def start(self) -> None:
+        """Connect, or start the system; the other methods do it by themselves.
+
+        Raises:
+            NotReady: the own system did not get ready; says why.
+            BrokerUnavailable: the running system's broker does not answer.
+        """
+        async with self._starting:
+            if self._store is not None:
+                return
+            try:
+                await self._start()
+            except BaseException:
+                await self._stop()
+                raise
+
+    async def _start(self) -> None:
+        if self._broker_url is not None:
+            bind(self._broker_url)
+            self._bound = True
+        elif get_settings().embedded or PrivateBroker.in_use():
+            self._system = LocalSystem(self.config.name, **self._system_options)
+            await asyncio.to_thread(self._system.start)
+        self._store = JobStore.from_settings()
+        if self._system is None:
+            registry = WorkerRegistry(self._store.redis)
+            for stage in await readiness(registry, self.config):
+                if not stage.ready:
+                    logger.warning(
+                        "%s: no ready worker for stage %s; jobs wait until there is one",
+                        self.config.name,
+                        stage.stage,
+                    )
+
+    async def close(self) -> None:
+        """Disconnect; stop what was started. Jobs on a running system go on."""
+        async with self._starting:
+            await self._stop()
+
+    async def _stop(self) -> None:
+        store, self._store = self._store, None
+        system, self._system = self._system, None
+        if store is not None:
+            await store.close()
+        if system is not None:
+            await asyncio.to_thread(system.close)
+        if self._bound:
+            self._bound = False
+            unbind()
+
+    async def __aenter__(self) -> AsyncOmniLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        parameters: Mapping[str, Any] | None = None,
+        *,
+        raise_on_error: bool = True,
+        priority: int = 5,
+        timeout: float | None = None,
+        **more: Any,
+    ) -> OmniRequestOutput:
+        """Serve one request; cancelling this call cancels the job.
+
+        Args:
+            parameters, more: the pipeline's parameters (``seed=1, num_inference_steps=20``).
+            timeout: seconds within which the job must be started, else it expires.
+
+        Raises:
+            InvalidRequest: naming every faulty field.
+            JobFailed: the job failed, expired or was cancelled (if ``raise_on_error``).
+            NotReady: a process of the own system has ended.
+            BrokerUnavailable: the broker cannot be reached.
+        """
+        job_id = await self.submit(prompt, parameters, priority=priority, timeout=timeout, **more)
+        try:
+            return await self.result(job_id, raise_on_error=raise_on_error)
+        except asyncio.CancelledError:
+            await self.cancel(job_id)
+            raise
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        parameters: Mapping[str, Any] | None = None,
+        *,
+        raise_on_error: bool = True,
+        priority: int = 5,
+        timeout: float | None = None,
+        **more: Any,
+    ) -> AsyncIterator[OmniRequestOutput]:
+        """As :meth:`generate`, yielding the output as it grows; the last one is finished.
+
+        It is one object that is brought up to date: text so far, each stage's ``step`` of
+        ``total``. Leaving the loop early and closing the iterator cancels the job.
+        """
+        job_id = await self.submit(prompt, parameters, priority=priority, timeout=timeout, **more)
+        finished = False
+        try:
+            output = await self.poll(job_id)
+            async for event in self._events(job_id):
+                if output.apply(event):
+                    yield output
+            final = await self.poll(job_id)
+            finished = True
+            if raise_on_error:
+                final.raise_for_state()
+            yield final
+        finally:
+            if not finished:
+                await self.cancel(job_id)
+
+    generate_stream = stream
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        parameters: Mapping[str, Any] | None = None,
+        *,
+        priority: int = 5,
+        timeout: float | None = None,
+        metadata: dict[str, str] | None = None,
+        **more: Any,
+    ) -> str:
+        """Enqueue one request and return its job id; it runs whether or not anybody waits.
+
+        Raises:
+            InvalidRequest, BrokerUnavailable: as :meth:`generate`.
+        """
+        store = await self._connected()
+        async with self._submits:
+            record = await submit(
+                store,
+                pipeline=self.config.name,
+                inputs=self._inputs(prompt),
+                parameters={**(parameters or {}), **more},
+                priority=priority,
+                timeout=timeout,
+                metadata=metadata,
+            )
+        return record.id
+
+    async def poll(self, job_id: str) -> OmniRequestOutput:
+        """What is known of a job now, with its result files once it has succeeded.
+
+        Raises:
+            JobNotFound: unknown, or no longer kept.
+        """
+        store = await self._connected()
+        return await self._output(await store.get(job_id))
+
+    async def result(self, job_id: str, *, raise_on_error: bool = True) -> OmniRequestOutput:
+        """Wait until a job has ended.
+
+        Raises:
+            JobNotFound, JobFailed, NotReady, BrokerUnavailable: as :meth:`generate`.
+        """
+        if self._listeners.locked():
+            while not (await self._patiently(job_id)).state.final:  # noqa: ASYNC110 - state is remote
+                await asyncio.sleep(POLL)
+        else:
+            async with self._listeners:
+                async for _ in self._events(job_id):
+                    pass
+        output = await self._output(await self._patiently(job_id))
+        if raise_on_error:
+            output.raise_for_state()
+        return output
+
+    async def cancel(self, job_id: str) -> OmniRequestOutput:
+        """Ask a job to stop; one that has ended stays as it is.
+
+        Raises:
+            JobNotFound: unknown, or no longer kept.
+        """
+        store = await self._connected()
+        return await self._output(await store.cancel(job_id))
+
+    def validate(self, prompt: Prompt, parameters: Mapping[str, Any]) -> None:
+        """Check a request without sending it.
+
+        Raises:
+            InvalidRequest: naming every faulty field.
+        """
+        validate_request(self.config, self._inputs(prompt), dict(parameters))
+
+    def _inputs(self, prompt: Prompt) -> dict[str, Any]:
+        if isinstance(prompt, Mapping):
+            return dict(prompt)
+        return {next(iter(self.config.inputs)): prompt}
+
+    async def _connected(self) -> JobStore:
+        if self._store is None:
+            await self.start()
+        assert self._store is not None
+        return self._store
+
+    async def _output(self, record: JobRecord) -> OmniRequestOutput:
+        store = await self._connected()
+        artifacts: dict[str, Artifact] = {}
+        if record.state.final:
+            for name, info in record.artifacts.items():
+                data, _ = await store.get_artifact(record.id, name)
+                artifacts[name] = Artifact(name, info.content_type, data, info.meta)
+        return OmniRequestOutput.from_record(record, self.config, artifacts)
+
+    async def _events(self, job_id: str) -> AsyncIterator[JobEvent]:
+        """The job's events up to the final one, across restarts of the broker."""
+        store = await self._connected()
+        last, patience = "0", _Patience()
+        while True:
+            try:
+                async for event in store.events(job_id, last, block=BLOCK):
+                    patience.renew()
+                    if event is not None:
+                        last = event.id
+                        yield event
+                    elif self._system is not None:
+                        self._system.check()
+                return
+            except BrokerUnavailable as exc:
+                await patience.wait(exc)
+
+    async def _patiently(self, job_id: str) -> JobRecord:
+        store, patience = await self._connected(), _Patience()
+        while True:
+            if self._system is not None:
+                self._system.check()
+            try:
+                return await store.get(job_id)
+            except BrokerUnavailable as exc:
+                await patience.wait(exc)
+
+
+class _Patience:
+    """How long a broker that is away is waited for."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        self._until = time.monotonic() + PATIENCE
+
+    async def wait(self, error: BrokerUnavailable) -> None:
+        """Pause before the next try; raises ``error`` when the time is up."""
+        if time.monotonic() > self._until:
+            raise error
+        await asyncio.sleep(POLL)

@@ -1,0 +1,98 @@
+"""Mapped shared memory: reserving it, faulting it in ahead of use, dropping private copies.
+
+Page faults, not copying, are what makes fresh shared memory slow (about five times here), hence
+everything is faulted in once and then reused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import resource
+
+import numpy as np
+
+from omniq.blobs.slabs.layout import PAGE
+from omniq.errors import StoreFull
+
+# Linux's numbers, which `mmap` does not name before Python 3.13.
+MADV_POPULATE_READ = 22
+MADV_POPULATE_WRITE = 23
+MAP_NORESERVE = 0x4000
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+_CHUNK = 16 << 20
+
+# Bits of an entry of /proc/<pid>/pagemap (Documentation/admin-guide/mm/pagemap.rst).
+_HAS_PAGE = np.uint64(3 << 62)  # present, swapped
+_OF_FILE = np.uint64(1 << 61)
+
+
+def reserve(fd: int, size: int) -> None:
+    """Give a file ``size`` bytes of memory of its own.
+
+    A write to a page that tmpfs cannot provide is a SIGBUS; after this there is none.
+
+    Raises:
+        StoreFull: there is not so much.
+    """
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as exc:
+        if exc.errno not in _NO_ROOM:
+            raise
+        raise StoreFull(
+            f"no room for {size} bytes of shared memory: {exc.strerror}",
+            hint="enlarge /dev/shm (docker: --shm-size) or lower OMNIQ_SHM_MAX_BYTES",
+        ) from exc
+
+
+def populate(mapping: mmap.mmap, advice: int) -> None:
+    """Fault the whole mapping in (``MADV_POPULATE_*``); kernels before 5.14 do it at first use."""
+    for start in range(0, len(mapping), _CHUNK):  # one call holds the GIL
+        try:
+            mapping.madvise(advice, start, min(_CHUNK, len(mapping) - start))
+        except OSError as exc:
+            if exc.errno != errno.EINVAL:
+                raise
+            return
+
+
+def address(mapping: mmap.mmap) -> int:
+    """Virtual address of a writable mapping."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+def page_faults() -> int:
+    """Page faults of this process so far; each private copy of a page was one of them."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_minflt + usage.ru_majflt
+
+
+def drop_private_copies(mapping: mmap.mmap, base: int, start: int, size: int) -> bool:
+    """Make a part of a private file mapping show the file again; False if it did already.
+
+    Consumers map extents privately, so that a write through a view costs the writer a copy of the
+    page and reaches nobody else. But such a copy would hide the slot's next blob from this process;
+    so it has to go when the last view of the slot does.
+
+    ``base`` is the mapping's address; ``start`` and ``size`` are whole pages.
+    """
+    if not _has_private_copies(base + start, size):
+        return False
+    mapping.madvise(mmap.MADV_DONTNEED, start, size)
+    return True
+
+
+def _has_private_copies(start: int, size: int) -> bool:
+    try:
+        fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # some sandboxes have none; to drop all pages is then right, if slower
+        return True
+    try:
+        pages = np.frombuffer(os.pread(fd, size // PAGE * 8, start // PAGE * 8), np.uint64)
+    finally:
+        os.close(fd)
+    return bool(((pages & _HAS_PAGE != 0) & (pages & _OF_FILE == 0)).any())

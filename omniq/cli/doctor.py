@@ -1,0 +1,133 @@
+"""``omniq doctor``: does this machine have what omniq needs, and what will it use?"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+import click
+
+from omniq import __version__
+from omniq.config import get_pipeline
+from omniq.engines.registry import AUTO, resolve
+from omniq.errors import OmniqError
+from omniq.runtime.broker import server_binary
+from omniq.runtime.external import check_server
+from omniq.runtime.machine import memory_line
+from omniq.settings import get_settings
+
+OK, WARN, BAD = "ok", "warn", "BAD"
+Finding = tuple[str, str]
+
+REQUIRED = ("celery", "kombu", "redis", "fastapi", "pydantic")
+OPTIONAL = {
+    "torch": "omniq[diffusion]",
+    "transformers": "omniq[diffusion]",
+    "diffusers": "omniq[diffusion]",
+    "vllm": "omniq[vllm]",
+    "flower": "omniq[monitor]",
+    "honcho": "omniq[monitor]",
+}
+SMALL_SHM = 256 << 20
+"""Docker's default of 64 MiB is too small for tensors."""
+
+
+@click.command()
+def doctor() -> None:
+    """Check Python, packages, broker, shared memory, devices; exit code 1 if omniq cannot run."""
+    broken = False
+    for check in (_python, _packages, _broker, _shared_memory, _devices, _engines):
+        for level, text in check():
+            broken |= level == BAD
+            click.secho(f"{level:>4}  {text}", fg={OK: None, WARN: "yellow", BAD: "red"}[level])
+    if broken:
+        sys.exit(1)
+
+
+def installed(name: str) -> str | None:
+    """Version of an installed package. vLLM for CPU has a distribution name of its own."""
+    for distribution in (name, f"{name}-cpu"):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _python() -> Iterator[Finding]:
+    good = sys.version_info >= (3, 11)
+    yield OK if good else BAD, f"omniq {__version__}, Python {platform.python_version()}"
+    yield OK, f"{platform.platform()}; {memory_line()}"
+
+
+def _packages() -> Iterator[Finding]:
+    for name in REQUIRED:
+        found = installed(name)
+        yield OK if found else BAD, f"{name} {found or 'is not installed'}"
+    for name, extra in OPTIONAL.items():
+        found = installed(name)
+        yield OK if found else WARN, f"{name} {found or f'is not installed ({extra})'}"
+
+
+def _broker() -> Iterator[Finding]:
+    settings = get_settings()
+    try:
+        if settings.embedded:
+            yield OK, f"embedded Valkey on port {settings.broker_port}: {server_binary()}"
+        else:
+            for line in check_server(settings.redis_url):
+                yield WARN if line.startswith("WARNING") else OK, line
+    except OmniqError as exc:
+        yield BAD, f"{exc.message}; {exc.hint}"
+
+
+def _shared_memory() -> Iterator[Finding]:
+    settings = get_settings()
+    if not settings.shm_dir.is_dir():
+        yield WARN, f"{settings.shm_dir} does not exist: tensors travel through Redis, slower"
+        return
+    usage = shutil.disk_usage(settings.shm_dir)
+    small = usage.total < SMALL_SHM
+    advice = "; larger with `docker run --shm-size`, or OMNIQ_BLOB_STORE=redis" if small else ""
+    size = f"{usage.free / 2**20:.0f} of {usage.total / 2**20:.0f} MiB free"
+    yield WARN if small else OK, f"shared memory {settings.shm_dir}: {size}{advice}"
+
+
+def _devices() -> Iterator[Finding]:
+    if installed("torch") is None:
+        return
+    import torch  # noqa: PLC0415 - slow, and may be absent
+
+    if not torch.cuda.is_available():
+        yield OK, f"torch {torch.__version__}: no GPU, {torch.get_num_threads()} CPU threads"
+    for index in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        yield OK, f"GPU {index}: {name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+
+
+def _engines() -> Iterator[Finding]:
+    """Which engine each stage of the default pipeline gets here."""
+    device = _device()
+    pipeline = get_pipeline(get_settings().default_pipeline)
+    for stage in pipeline.stages:
+        where = f"{pipeline.name}/{stage.stage_id} on {device}"
+        try:
+            spec = resolve(stage.engine_type, stage.engine, device)
+        except OmniqError as exc:
+            yield BAD, f"{where}: {exc.message}"
+            continue
+        why = "chosen for this device" if stage.engine == AUTO else "as configured"
+        missing = spec.missing()
+        yield BAD if missing else OK, f"{where}: engine {spec.name} ({missing or why})"
+
+
+def _device() -> str:
+    if installed("torch") is None:
+        return "cpu"
+    import torch  # noqa: PLC0415 - slow, and may be absent
+
+    return "cuda:0" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,142 @@
+"""``omniq generate``: one request from the shell."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import mimetypes
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import redis.asyncio
+import yaml
+
+from omniq.async_client import AsyncOmniLLM
+from omniq.cli.options import echo_json, pipeline_option
+from omniq.errors import BrokerUnavailable
+from omniq.jobs.workers import WorkerRegistry
+from omniq.redis_client import connect
+from omniq.request_output import Artifact, OmniRequestOutput
+from omniq.settings import get_settings
+
+
+@click.command()
+@click.argument("prompt")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="File.")
+@pipeline_option
+@click.option("--seed", type=click.IntRange(0), help="Same seed, same output.")
+@click.option("--param", "params", multiple=True, metavar="NAME=VALUE", help="May be repeated.")
+@click.option("--json", "as_json", is_flag=True, help="Print what the job store knows, as JSON.")
+def generate(
+    *,
+    prompt: str,
+    output: Path | None,
+    pipeline: str,
+    seed: int | None,
+    params: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Make one output from PROMPT and save it.
+
+    Uses the running system (OMNIQ_BROKER_URL, or `omniq up` on this machine); if there is none,
+    starts one for this request only. Without -o each result file is saved under its own name.
+    """
+    parameters = _parameters(params)
+    if seed is not None:
+        parameters["seed"] = seed
+    result = asyncio.run(_generate(pipeline, prompt, parameters))
+    files = _save(result, output)
+    if as_json:
+        stages = {n: s.model_dump(mode="json") for n, s in result.stages.items()}
+        echo_json({"job_id": result.job_id, "values": result.values, "stages": stages,
+                   "files": [str(f) for f in files]})  # fmt: skip
+        return
+    if result.text is not None:
+        click.echo(result.text)
+    for path in files:
+        click.echo(f"saved {path}", err=True)
+
+
+def _parameters(params: tuple[str, ...]) -> dict[str, Any]:
+    """``NAME=VALUE`` pairs; values as YAML, so that ``7``, ``1.5``, ``true``, ``[a, b]`` work."""
+    found: dict[str, Any] = {}
+    for item in params:
+        name, equals, text = item.partition("=")
+        if not name or not equals:
+            raise click.BadParameter(f"{item!r} is not NAME=VALUE", param_hint="--param")
+        try:
+            found[name] = yaml.safe_load(text)
+        except yaml.YAMLError as exc:
+            raise click.BadParameter(f"{item!r}: {exc}", param_hint="--param") from exc
+    return found
+
+
+async def _generate(pipeline: str, prompt: str, parameters: dict[str, Any]) -> OmniRequestOutput:
+    settings = get_settings()
+    url = settings.url if not settings.embedded or await _is_up(pipeline) else None
+    if url is None:
+        _note("no running system found, starting one for this request")
+    llm = AsyncOmniLLM(
+        pipeline, broker_url=url, on_progress=lambda stage, state: _note(f"{stage} is {state}")
+    )
+    llm.validate(prompt, parameters)  # before anything is started
+    async with llm:
+        final: OmniRequestOutput | None = None
+        async for final in llm.stream(prompt, parameters):
+            _show_progress(final)
+        assert final is not None
+        return final
+
+
+async def _is_up(pipeline: str) -> bool:
+    """Whether ``omniq up`` serves the pipeline on this machine's embedded broker."""
+    client = connect()
+    try:
+        return bool(await WorkerRegistry(client).all(pipeline))
+    except (BrokerUnavailable, redis.asyncio.RedisError):
+        return False
+    finally:
+        await client.aclose()
+
+
+def _note(text: str) -> None:
+    click.echo(f"omniq: {text}", err=True)
+
+
+def _show_progress(output: OmniRequestOutput) -> None:
+    if not sys.stderr.isatty():
+        return
+    steps = [f"{n} {s.step}/{s.total}" for n, s in output.stages.items() if s.total]
+    end = "\n" if output.finished else ""
+    click.echo(f"\r\033[K{output.state.value}  {'  '.join(steps)}", err=True, nl=False)
+    click.echo(end, err=True, nl=False)
+
+
+def _save(result: OmniRequestOutput, output: Path | None) -> list[Path]:
+    """Write all result files; ``output`` names the first (``out.png``, then ``out-1.png``, ...)."""
+    saved = []
+    for index, (_, artifact) in enumerate(sorted(result.artifacts.items())):
+        if output is None:
+            path = Path(f"{result.job_id}-{artifact.name}")
+            if not path.suffix:
+                path = path.with_suffix(mimetypes.guess_extension(artifact.content_type) or ".bin")
+        else:
+            path = output if not index else output.with_stem(f"{output.stem}-{index}")
+        path.write_bytes(_bytes_for(artifact, path))
+        saved.append(path)
+    return saved
+
+
+def _bytes_for(artifact: Artifact, path: Path) -> bytes:
+    """The file as made, or converted when another picture format is asked for by the suffix."""
+    from PIL import Image  # noqa: PLC0415 - not needed before there is a picture
+
+    wanted = Image.registered_extensions().get(path.suffix.lower())
+    made = artifact.content_type.partition("/")
+    if wanted is None or made[0] != "image" or wanted.lower() == made[2]:
+        return artifact.data
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(artifact.data)).convert("RGB").save(buffer, wanted)
+    return buffer.getvalue()

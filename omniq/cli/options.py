@@ -1,0 +1,50 @@
+"""Options and printing that several commands share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+
+from omniq.jobs.store import JobStore
+from omniq.settings import get_settings
+
+T = TypeVar("T")
+
+pipeline_option = click.option(
+    "--pipeline",
+    default=lambda: get_settings().default_pipeline,
+    show_default="OMNIQ_DEFAULT_PIPELINE",
+    help="Name of the pipeline.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def with_store(work: Callable[[JobStore], Awaitable[T]]) -> T:
+    """Run ``work`` with a job store on the configured broker."""
+
+    async def run() -> T:
+        store = JobStore.from_settings()
+        try:
+            return await work(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(run())
+
+
+def echo_json(value: Any) -> None:
+    """Print indented JSON."""
+    click.echo(json.dumps(value, indent=2, default=str))
+
+
+def echo_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print aligned columns."""
+    lines = [list(header), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        click.echo("  ".join(cells).rstrip())

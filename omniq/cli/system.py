@@ -1,0 +1,152 @@
+"""The processes of a system: ``omniq up`` for all of them, and a command for each one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import signal
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import click
+
+from omniq.cli.options import pipeline_option
+from omniq.config import get_pipeline
+from omniq.errors import ConfigError
+from omniq.runtime.broker import run_broker
+from omniq.runtime.external import CONNECT_TIMEOUT, wait_for_server
+from omniq.runtime.machine import cpu_count
+from omniq.runtime.parent import die_with_parent
+from omniq.runtime.processes import all_processes, procfile
+from omniq.settings import get_settings
+
+FLOWER_MAX_TASKS = 10_000
+"""Flower keeps so many tasks in memory; its default of 100,000 slows its pages to a crawl."""
+FLOWER_COLUMNS = "name,args,kwargs,state,received,started,runtime,worker,retries"
+
+
+@click.command()
+@pipeline_option
+@click.option("--print-procfile", is_flag=True, help="Only print the equivalent Procfile.")
+def up(pipeline: str, print_procfile: bool) -> None:
+    """Start broker, API, Flower and one worker per stage; Ctrl-C stops everything.
+
+    When every stage is ready it says where API and Flower listen, and shows a request to paste.
+    """
+    config = get_pipeline(pipeline)
+    if print_procfile:
+        click.echo(procfile(config), nl=False)
+        return
+    for module in ("honcho", "flower"):
+        if find_spec(module) is None:
+            raise ConfigError(
+                f"`omniq up` needs {module}, which is not installed", hint="install omniq[monitor]"
+            )
+    from honcho.manager import Manager  # noqa: PLC0415 - an optional extra
+
+    # One password for Flower and for the banner that tells it.
+    os.environ.setdefault("OMNIQ_FLOWER_AUTH", new_flower_auth())
+    manager = Manager()
+    manager._process_ctor = _bound_process()
+    python = shlex.quote(sys.executable)
+    for process in all_processes(config):
+        # Parent 0: whoever it is; honcho forks a watcher for each process, whose pid is unknown.
+        command = f"exec {python} -m omniq --parent 0 {shlex.join(process.args)}"
+        manager.add_process(process.name, command, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    manager.loop()
+    sys.exit(manager.returncode)
+
+
+def _bound_process() -> type[Any]:
+    """honcho's process whose watcher dies with ``omniq up`` itself, even by SIGKILL."""
+    from honcho.process import Process  # noqa: PLC0415
+
+    class BoundProcess(Process):
+        def run(self, events: Any = None, ignore_signals: bool = False) -> None:
+            die_with_parent(signal.SIGKILL)
+            super().run(events, ignore_signals)
+
+    return BoundProcess
+
+
+@click.command()
+@click.option("--port", type=click.IntRange(1, 65535), help="Instead of OMNIQ_BROKER_PORT.")
+@click.option("--ephemeral", is_flag=True, help="Keep nothing on disk.")
+def broker(port: int | None, ephemeral: bool) -> None:
+    """Run the embedded Valkey on loopback, its data in OMNIQ_DATA_DIR.
+
+    With OMNIQ_BROKER_URL set nothing is started: that server is checked and watched.
+    On SIGTERM it waits a few seconds for workers and API to disconnect, then stops.
+    """
+    sys.exit(run_broker(port=port, ephemeral=ephemeral))
+
+
+@click.command()
+@click.option("--host", help="Instead of OMNIQ_API_HOST.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Instead of OMNIQ_API_PORT.")
+def api(host: str | None, port: int | None) -> None:
+    """Run the HTTP API."""
+    from omniq_api.main import run_api  # noqa: PLC0415 - only this process needs FastAPI
+
+    settings = get_settings()
+    sys.exit(run_api(host or settings.api_host, port or settings.api_port))
+
+
+@click.command()
+@pipeline_option
+@click.option("--stage", required=True, help="Stage id.")
+@click.option("--devices", help="Comma-separated, e.g. 0 or 0,1 or cpu; default: as configured.")
+@click.option("--name", help="Worker name; default: made from stage, host and process id.")
+def worker(pipeline: str, stage: str, devices: str | None, name: str | None) -> None:
+    """Run the worker of one stage: load its model, report ready, then consume its queue.
+
+    Unless OMP_NUM_THREADS says otherwise, it computes with its share of this machine's CPUs: all of
+    them divided by the pipeline's stages.
+    """
+    config = get_pipeline(pipeline)
+    if stage not in (known := [s.stage_id for s in config.stages]):
+        raise ConfigError(f"pipeline {pipeline} has no stage {stage!r}; it has: {', '.join(known)}")
+    # Before torch is imported. Workers that all take every CPU wait for each other's threads: on a
+    # busy machine a step then takes many times as long.
+    share = max(1, cpu_count() // len(config.stages))
+    os.environ.setdefault("OMP_NUM_THREADS", str(share))
+    from omniq_workers.main import run_worker  # noqa: PLC0415 - only this process needs engines
+
+    sys.exit(run_worker(pipeline, stage, devices.split(",") if devices else None, name))
+
+
+@click.command()
+@click.option("--address", default="127.0.0.1", show_default=True, help="Address to listen on.")
+def flower(address: str) -> None:
+    """Run Flower on OMNIQ_FLOWER_PORT, behind OMNIQ_FLOWER_AUTH or a new password."""
+    if find_spec("flower") is None:
+        raise ConfigError("Flower is not installed", hint="install omniq[monitor]")
+    settings = get_settings()
+    auth = settings.flower_auth or new_flower_auth()
+    user, _, password = auth.partition(":")
+    if not user or not password:
+        raise ConfigError("OMNIQ_FLOWER_AUTH must be user:password")
+    shown = password if settings.flower_auth is None else "as in OMNIQ_FLOWER_AUTH"
+    click.echo(f"flower: http://{address}:{settings.flower_port} user {user}, password {shown}")
+    sys.stdout.flush()
+    # Flower itself comes back only after growing pauses when the broker starts after it.
+    if not wait_for_server(settings.redis_url, CONNECT_TIMEOUT):
+        click.echo("flower: the broker does not answer yet, going on without it", err=True)
+    command = [sys.executable, "-m", "celery", "-A", "omniq", "flower"]
+    options = {
+        "address": address,
+        "port": settings.flower_port,
+        "max-tasks": FLOWER_MAX_TASKS,
+        "tasks-columns": FLOWER_COLUMNS,
+        "logging": "warning",
+    }
+    command += [f"--{name}={value}" for name, value in options.items()]
+    # The environment, not the command line: `ps` shows the latter to every user.
+    os.execve(sys.executable, command, {**os.environ, "FLOWER_BASIC_AUTH": auth})
+
+
+def new_flower_auth() -> str:
+    """``user:password`` with a fresh random password."""
+    return f"omniq:{secrets.token_urlsafe(12)}"

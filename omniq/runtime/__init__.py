@@ -1,0 +1,1 @@
+"""Running omniq's processes on one machine: broker, local systems, readiness."""

@@ -1,0 +1,287 @@
+"""The allocator and the readers against a model: any order of operations, real files."""
+
+from __future__ import annotations
+
+import gc
+import secrets
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    rule,
+)
+
+from omniq.blobs.slabs import layout
+from omniq.blobs.slabs.allocator import Allocator
+from omniq.blobs.slabs.layout import Names, Place
+from omniq.blobs.slabs.readers import Readers
+from omniq.errors import BlobNotFound, BlobTooLarge, StoreFull
+
+SHM = Path("/dev/shm")
+CAP = 4 << 20
+PAGE = layout.PAGE
+
+
+@pytest.fixture
+def names(namespace: str) -> Names:
+    return Names(SHM, namespace)
+
+
+def put(allocator: Allocator, need: int, fill: int) -> Place:
+    slot = allocator.claim(need)
+    slot.view[:need] = bytes([fill]) * need
+    allocator.publish(slot, need - 1, "x")  # the id takes the last byte
+    return slot.place
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@given(st.integers(1, 1 << 40))
+def test_slots_fit_in_whole_pages_and_waste_little(need: int) -> None:
+    size = layout.slot_bytes(need)
+    assert size >= need
+    assert size % PAGE == 0
+    assert size <= max(2 * PAGE, need * 1.25 + 2 * PAGE)
+
+
+@given(st.integers(1, 1 << 40), st.integers(1, 1 << 40))
+def test_slot_sizes_grow_with_the_need(a: int, b: int) -> None:
+    assert (layout.slot_bytes(a) <= layout.slot_bytes(b)) or a > b
+
+
+@given(st.integers(0, 40))
+def test_a_power_of_two_and_its_header_fit_the_same_slot(power: int) -> None:
+    assert layout.slot_bytes((1 << power) + 300) <= (1 << power) + 2 * PAGE
+
+
+def test_places_survive_text() -> None:
+    place = Place("00ff", 3, 7, 2**63)
+    assert Place.parse(str(place)) == place
+
+
+@pytest.mark.parametrize("text", ["", "a.b.c", "../x.1.1.1", "a/b.1.1.1", "t.1.x.1", "..1.1.1"])
+def test_a_place_is_never_a_path(text: str) -> None:
+    with pytest.raises(ValueError):
+        Place.parse(text)
+
+
+class SlabMachine(RuleBasedStateMachine):
+    """One owner, two readers (locks of their own, as two other processes have), a small cap."""
+
+    blobs: Bundle[tuple[Place, int, int]] = Bundle("blobs")
+    views: Bundle[int] = Bundle("views")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = Names(SHM, f"test{secrets.token_hex(6)}")
+        self.allocator = Allocator(self.names, CAP)
+        self.readers = [Readers(self.names, max_mapped=2), Readers(self.names)]
+        self.live: dict[Place, tuple[int, int]] = {}
+        self.held: dict[int, tuple[memoryview, Place, int]] = {}
+        self.next_view = 0
+
+    @rule(
+        target=blobs,
+        need=st.one_of(st.integers(2, 9 * PAGE), st.integers(2, CAP)),
+        fill=st.integers(0, 255),
+    )
+    def put(self, need: int, fill: int) -> tuple[Place, int, int]:
+        try:
+            place = put(self.allocator, need, fill)
+        except StoreFull:
+            return Place("none", 0, 0, 1), need, fill
+        except BlobTooLarge:
+            assert layout.slot_bytes(need) + PAGE > CAP
+            return Place("none", 0, 0, 1), need, fill
+        taken = {(p.extent, p.slot) for p in self.live} | {
+            (p.extent, p.slot) for _, p, _ in self.held.values()
+        }
+        assert (place.extent, place.slot) not in taken
+        self.live[place] = (need, fill)
+        return place, need, fill
+
+    @rule(need=st.integers(1, 5 * PAGE))
+    def fail_to_write(self, need: int) -> None:
+        try:
+            slot = self.allocator.claim(need)
+        except StoreFull:
+            return
+        slot.view[:need] = b"\xee" * need
+        self.allocator.abandon(slot)
+
+    @rule(blob=blobs, by=st.integers(0, 2))
+    def free(self, blob: tuple[Place, int, int], by: int) -> None:
+        place = blob[0]
+        free = self.allocator.free if by == 2 else self.readers[by].free
+        assert free(place) is (self.live.pop(place, None) is not None)
+
+    @rule(target=views, blob=blobs, by=st.integers(0, 1))
+    def read(self, blob: tuple[Place, int, int], by: int) -> int:
+        place, need, fill = blob
+        self.next_view += 1
+        if place in self.live:
+            holder = self.readers[by].open(place, need - 1)
+            view = memoryview(holder).cast("B")[: need - 1]
+            self.held[self.next_view] = view, place, fill
+        else:
+            with pytest.raises(BlobNotFound):
+                self.readers[by].open(place, need - 1)
+        return self.next_view
+
+    @rule(view=consumes(views))
+    def drop(self, view: int) -> None:
+        self.held.pop(view, None)
+
+    @rule(view=consumes(views))
+    def scribble_and_drop(self, view: int) -> None:
+        """A reader that writes into its view changes nobody's blob and no later one."""
+        buffer, place, fill = self.held.pop(view, (memoryview(b""), None, 0))
+        shared = any(p == place for _, p, _ in self.held.values())
+        if buffer and not shared:  # views of one blob in one process are one memory
+            buffer[:] = bytes([fill ^ 0xFF]) * len(buffer)
+
+    @rule(idle=st.sampled_from([0.0, 1e9]))
+    def tidy(self, idle: float) -> None:
+        self.allocator.tidy(idle)
+        for readers in self.readers:
+            readers.tidy()
+
+    @invariant()
+    def views_do_not_change(self) -> None:
+        for view, _, fill in self.held.values():
+            assert view == bytes([fill]) * len(view)
+
+    @invariant()
+    def live_blobs_are_whole(self) -> None:
+        for place, (need, fill) in self.live.items():
+            holder = self.readers[0].open(place, need - 1)
+            assert memoryview(holder).cast("B")[: need - 1] == bytes([fill]) * (need - 1)
+
+    @invariant()
+    def the_cap_holds(self) -> None:
+        assert self.names.bytes_held() <= CAP + PAGE  # and the lock file
+
+    @invariant()
+    def books_balance(self) -> None:
+        stats = self.allocator.stats()
+        slots = sum(len(e.slots) for e in self.allocator._extents.values())
+        assert stats["live"] + stats["free"] + stats["freed_but_read"] == slots
+        assert sum(e.busy for e in self.allocator._extents.values()) == slots - stats["free"]
+        assert len(self.allocator.live()) == len(self.live)
+
+    def teardown(self) -> None:
+        try:
+            self.held.clear()
+            for place in self.live:
+                assert self.readers[1].free(place)
+            self.allocator.tidy(0.0)
+            assert self.allocator.stats()["bytes"] == 0, "all is freed and unread, and given back"
+            assert [r.stats()["pinned"] for r in self.readers] == [0, 0]
+            self.allocator.close()
+            for readers in self.readers:
+                readers.close()
+            assert self.names.scan() == {}
+        finally:
+            for path in SHM.glob(f"{self.names.namespace}.*"):
+                path.unlink()
+
+
+TestSlabMachine = SlabMachine.TestCase
+TestSlabMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_the_slot_reused_first_is_the_one_freed_last(names: Names) -> None:
+    allocator = Allocator(names, CAP)
+    places = [put(allocator, 1000, i) for i in range(4)]
+    for place in (places[0], places[2], places[1]):
+        allocator.free(place)
+    again = [put(allocator, 1000, 9) for _ in range(3)]
+    assert [p.slot for p in again] == [places[i].slot for i in (1, 2, 0)]
+    assert all(p.generation == 2 for p in again)
+    for place in (*again, places[3]):
+        allocator.free(place)
+    allocator.close()
+
+
+def test_a_freed_slot_waits_for_its_readers(names: Names) -> None:
+    allocator, readers = Allocator(names, CAP), Readers(names)
+    place = put(allocator, CAP // 2, 7)
+    holder = readers.open(place, CAP // 2 - 1)
+    assert allocator.free(place)
+    with pytest.raises(StoreFull):
+        put(allocator, CAP // 2, 8)
+    assert bytes(holder[:10]) == b"\x07" * 10
+    del holder
+    assert put(allocator, CAP // 2, 8)[1:3] == place[1:3]
+    allocator.free(Place(place.token, place.extent, place.slot, 2))
+    allocator.close()
+
+
+def test_an_old_reference_frees_nothing_new(names: Names) -> None:
+    allocator, readers = Allocator(names, CAP), Readers(names)
+    old = put(allocator, 100, 1)
+    assert readers.free(old)
+    new = put(allocator, 100, 2)
+    assert new[:3] == old[:3]
+    assert not readers.free(old)
+    assert not allocator.free(old)
+    with pytest.raises(BlobNotFound):
+        readers.open(old, 99)
+    assert bytes(readers.open(new, 99)[:99]) == b"\x02" * 99
+    allocator.free(new)
+    allocator.close()
+
+
+def test_deleted_extents_leave_the_reader_too(names: Names) -> None:
+    """An unlinked file keeps its memory as long as anybody maps it."""
+    allocator, readers = Allocator(names, CAP), Readers(names)
+    place = put(allocator, 1 << 20, 1)
+    holder = readers.open(place, (1 << 20) - 1)
+    allocator.free(place)
+    allocator.close()
+    gc.collect()
+    fds = open_files()
+    readers.tidy()
+    assert bytes(holder[:4]) == b"\x01" * 4, "a view outlives its file"
+    del holder
+    gc.collect()
+    assert readers.stats() == {"mapped": 0, "mapped_bytes": 0, "pinned": 0}
+    assert open_files() == fds - 2
+    maps = Path("/proc/self/maps").read_text()
+    assert names.namespace not in maps
+
+
+def test_two_owners_share_the_cap(names: Names) -> None:
+    one, two = Allocator(names, CAP), Allocator(names, CAP)
+    place = put(one, CAP // 2, 1)
+    with pytest.raises(StoreFull):
+        put(two, CAP // 2, 2)
+    one.free(place)
+    with pytest.raises(StoreFull):
+        put(two, CAP // 2, 2)
+    one.tidy(0.0)
+    two.free(put(two, CAP // 2, 2))
+    one.close()
+    two.close()
+
+
+def test_memory_of_an_unused_size_serves_another(names: Names) -> None:
+    allocator = Allocator(names, CAP)
+    for need in (PAGE, 40 * PAGE, 300 * PAGE, CAP * 3 // 4, 2 * PAGE):
+        allocator.free(put(allocator, need, 1))
+    allocator.close()
+
+
+def test_what_can_never_fit_is_refused_as_too_large(names: Names) -> None:
+    allocator = Allocator(names, CAP)
+    with pytest.raises(BlobTooLarge):
+        allocator.claim(CAP + 1)
+    allocator.close()

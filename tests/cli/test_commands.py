@@ -1,0 +1,178 @@
+"""Commands that need no running system: fast, clear, and with the right exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from omniq import __version__
+from omniq.cli.main import COMMANDS
+from omniq.config import get_pipeline
+from omniq.runtime.processes import procfile
+from omniq.settings import Settings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def omniq(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "omniq", *args],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def broken_file(folder: Path) -> Path:
+    text = (ROOT / "omniq/pipelines/tiny-omni.yaml").read_text()
+    path = folder / "broken.yaml"
+    path.write_text(text.replace("engine_type: DiT", "engine_type: GAN"))
+    return path
+
+
+def test_version() -> None:
+    assert omniq("--version").stdout.strip() == f"omniq, version {__version__}"
+
+
+def test_help_lists_every_command_without_importing_them() -> None:
+    code = (
+        "import sys; from omniq.cli.main import cli; cli(['--help'], standalone_mode=False);"
+        "heavy = {'pydantic', 'redis', 'celery', 'torch'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(f"  {name} " in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_listed_command_exists_and_explains_itself(name: str) -> None:
+    done = omniq(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "Usage: omniq" in done.stdout
+
+
+def test_config_lists_every_setting_with_its_meaning() -> None:
+    rows = json.loads(omniq("config", "--json", OMNIQ_API_PORT="9000").stdout)
+    by_name = {r["name"]: r for r in rows}
+    assert set(by_name) == {f"OMNIQ_{n.upper()}" for n in Settings.model_fields}
+    assert by_name["OMNIQ_API_PORT"]["value"] == 9000
+    assert by_name["OMNIQ_API_PORT"]["default"] == 8000
+    assert all(r["description"] for r in rows)
+
+
+def test_config_marks_what_is_not_the_default() -> None:
+    assert (
+        "OMNIQ_API_PORT = 9000   (default: 8000)" in omniq("config", OMNIQ_API_PORT="9000").stdout
+    )
+
+
+def test_config_hides_passwords() -> None:
+    env = {"OMNIQ_BROKER_URL": "redis://u:hunter2@h:1/0", "OMNIQ_FLOWER_AUTH": "me:hunter2"}
+    done = omniq("config", **env)
+    assert "hunter2" not in done.stdout
+    assert "redis://u:***@h:1/0" in done.stdout
+    assert "hunter2" in omniq("config", "--show-secrets", **env).stdout
+
+
+def test_wrong_setting_is_one_clear_message() -> None:
+    done = omniq("config", OMNIQ_API_PORT="many")
+    assert done.returncode == 2
+    assert "OMNIQ_API_PORT" in done.stderr
+    assert "'many'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_debug_shows_the_traceback() -> None:
+    assert "Traceback" in omniq("--debug", "config", OMNIQ_API_PORT="many").stderr
+
+
+def test_pipelines_lists_the_built_in_one() -> None:
+    assert "tiny-omni (version 1)" in omniq("pipelines").stdout
+    listed = json.loads(omniq("pipelines", "--json").stdout)
+    assert [s["stage_id"] for s in listed[0]["stages"]] == ["ar", "dit", "decode"]
+
+
+def test_validate_accepts_a_good_file() -> None:
+    done = omniq("validate", str(ROOT / "omniq/pipelines/tiny-omni.yaml"))
+    assert done.returncode == 0
+    assert "ok: pipeline tiny-omni, stages ar -> dit -> decode" in done.stdout
+
+
+def test_validate_names_file_and_line_of_every_faulty_file(tmp_path: Path) -> None:
+    broken = broken_file(tmp_path)
+    line = 1 + broken.read_text().splitlines().index("    engine_type: GAN")
+    done = omniq("validate", str(broken), str(tmp_path / "absent.yaml"))
+    assert done.returncode == 1
+    assert f"{broken}:{line}: stages.1.engine_type" in done.stderr
+    assert "absent.yaml: cannot be read" in done.stderr
+
+
+def test_broken_pipeline_file_stops_other_commands_with_its_faults(tmp_path: Path) -> None:
+    broken = broken_file(tmp_path)
+    done = omniq("pipelines", OMNIQ_PIPELINES=json.dumps([str(broken)]))
+    assert done.returncode == 2
+    assert f"{broken}:" in done.stderr
+
+
+def test_unknown_pipeline_and_stage_name_what_exists() -> None:
+    done = omniq("worker", "--pipeline", "nope", "--stage", "ar")
+    assert done.returncode == 2
+    assert "allowed: tiny-omni" in done.stderr
+    done = omniq("worker", "--pipeline", "tiny-omni", "--stage", "nope")
+    assert done.returncode == 2
+    assert "it has: ar, dit, decode" in done.stderr
+
+
+def test_no_broker_is_one_clear_message() -> None:
+    done = omniq("jobs", "list", OMNIQ_BROKER_URL="redis://127.0.0.1:1/0")
+    assert done.returncode == 1
+    assert "broker" in done.stderr
+    assert "hint:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_generate_refuses_bad_parameters_before_it_starts_anything() -> None:
+    done = omniq("generate", "a red circle", "--param", "width=63")
+    assert done.returncode == 2
+    assert "parameters.width" in done.stderr
+    done = omniq("generate", "a red circle", "--param", "width")
+    assert done.returncode == 2
+    assert "NAME=VALUE" in done.stderr
+
+
+def test_flower_password_must_have_a_user() -> None:
+    done = omniq("flower", OMNIQ_FLOWER_AUTH="secret")
+    assert done.returncode == 2
+    assert "user:password" in done.stderr
+
+
+def test_engines_are_listed() -> None:
+    assert "diffusers" in omniq("engines").stdout
+    assert {"AR", "DiT", "decode"} <= {
+        e["engine_type"] for e in json.loads(omniq("engines", "--json").stdout)
+    }
+
+
+def test_doctor_says_which_engine_each_stage_gets() -> None:
+    done = omniq("doctor")
+    assert done.returncode == 0, done.stdout
+    assert "tiny-omni/dit on" in done.stdout
+    assert "engine diffusers" in done.stdout
+
+
+def test_doctor_fails_without_the_configured_broker() -> None:
+    done = omniq("doctor", OMNIQ_BROKER_URL="redis://127.0.0.1:1/0")
+    assert done.returncode == 1
+    assert "no answer from redis://127.0.0.1:1/0" in done.stdout
+
+
+def test_procfile_in_the_repository_is_the_one_that_omniq_prints() -> None:
+    assert (ROOT / "Procfile").read_text() == procfile(get_pipeline("tiny-omni"))
+    assert omniq("up", "--print-procfile").stdout == (ROOT / "Procfile").read_text()

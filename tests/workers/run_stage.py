@@ -1,0 +1,10 @@
+"""``run_stage.py STAGE``: a worker of the pipeline ``p``, without the `omniq` command around it."""
+
+from __future__ import annotations
+
+import sys
+
+from omniq_workers.main import run_worker
+
+if __name__ == "__main__":
+    run_worker("p", sys.argv[1], ["cpu"])

@@ -1,0 +1,264 @@
+"""Jobs through real stage workers: what a stage run does, and what happens when it does not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support import wait_until
+
+from omniq.jobs.model import JobRecord, JobState, StageState
+from omniq.jobs.store import JobStore
+from omniq.jobs.workers import WorkerRegistry, WorkerState
+from omniq.submit import submit
+
+Notes = Callable[..., list[str]]
+
+
+async def start_job(store: JobStore, prompt: str = "x", **more: Any) -> JobRecord:
+    return await submit(store, pipeline="p", inputs={"prompt": prompt}, **more)
+
+
+async def ended(store: JobStore, job: JobRecord, timeout: float = 30) -> JobRecord:
+    record = await store.wait(job.id, timeout)
+    assert record.state.final, record
+    return record
+
+
+async def noted(notes: Notes, prefix: str, count: int = 1, timeout: float = 20) -> None:
+    await asyncio.to_thread(
+        wait_until, lambda: len(notes(prefix)) >= count, timeout, f"{count} x {prefix!r}"
+    )
+
+
+async def test_a_job_runs_through_its_stages(
+    stages: Any, store: JobStore, notes: Notes, unacked: Any
+) -> None:
+    """Also: ready before the first task, progress and deltas in order, tensors by blob."""
+    stages.define("a>b", a={"load": 0.5})
+    job = await start_job(store, "a:say=hello a:tensors a:sleep=0.3 b:sleep=0.2")
+    stages.start("a", "b")
+    record = await ended(store, job)
+    assert record.state is JobState.SUCCEEDED
+    assert record.values["text"].startswith("a:say=hello")
+    assert [s.attempts for s in record.stages.values()] == [1, 1]
+    assert notes("tensors b") == ["tensors b a [[0, 1, 2], [3, 4, 5]]"]
+    log = stages.workers["a"].output()
+    assert log.index("stage_ready pipeline=p stage=a") < log.index(f"{job.id}.a] received")
+
+    events = [e async for e in store.events(job.id) if e is not None]
+    said = [e.data["value"]["text"] for e in events if e.type == "stage.delta"]
+    assert "".join(said) == "hello"
+    steps = [e.data["step"] for e in events if e.type == "stage.progress" and e.stage == "a"]
+    assert steps == sorted(steps) and steps[-1] == 3
+    wait_until(lambda: unacked() == 0)
+    assert await store.redis.keys("omniq:blob:*") == [], "blobs are freed with the job"
+    for worker in stages.workers.values():
+        assert await asyncio.to_thread(worker.stop) == 0
+    assert list(stages.shm.iterdir()) == [], "and workers leave no shared memory"
+
+
+async def test_a_workers_blobs_outlive_it(stages: Any, store: JobStore, notes: Notes) -> None:
+    stages.define("a>b", window=1)
+    stages.start("a", "b")
+    busy = await start_job(store, "b:sleep=3")
+    await noted(notes, f"run b {busy.id}")
+    job = await start_job(store, "a:tensors")
+    await noted(notes, f"done a {job.id}")
+    while (await store.get(job.id)).stages["a"].state is not StageState.SUCCEEDED:
+        await asyncio.sleep(0.02)
+    assert await store.redis.keys("omniq:blob:*") == [], "on one host they travel in memory"
+    assert await asyncio.to_thread(stages.workers["a"].stop) == 0
+    assert not notes(f"run b {job.id}"), "it has not read them yet"
+    assert (await ended(store, job)).state is JobState.SUCCEEDED
+    assert notes("tensors b") == ["tensors b a [[0, 1, 2], [3, 4, 5]]"]
+
+
+async def test_a_join_runs_once_and_holds_no_worker(
+    stages: Any, store: JobStore, notes: Notes
+) -> None:
+    stages.define("a>b", "a>c", "b>d", "c>d", window=1)
+    stages.start("a", "b", "c", "d")
+    slow = await start_job(store, "b:sleep=3")
+    await noted(notes, f"done c {slow.id}")
+    quick = await start_job(store, "x", priority=9)
+    # Stage b is busy with the slow job; what the quick one waits for is b, not d.
+    records = [await ended(store, j) for j in (slow, quick)]
+    assert [r.state for r in records] == [JobState.SUCCEEDED] * 2
+    assert sorted(notes("run d")) == sorted(f"run d {j.id}" for j in (slow, quick))
+    assert records[0].stages["d"].metrics == {"inputs": 2}
+
+
+async def test_failures_are_retried_or_not(stages: Any, store: JobStore, notes: Notes) -> None:
+    stages.define("a>b", limit="1.0")
+    stages.start("a", "b")
+    passing, stubborn, invalid, broken, late = [
+        await start_job(store, prompt)
+        for prompt in ("b:retry=2", "b:retry=9", "a:invalid", "a:error", "a:sleep=20")
+    ]
+    record = await ended(store, passing)
+    assert record.state is JobState.SUCCEEDED
+    assert (record.stages["a"].attempts, record.stages["b"].attempts) == (1, 3)
+
+    for job, attempts, stage, code in (
+        (stubborn, 3, "b", "engine_out_of_memory"),
+        (invalid, 1, "a", "invalid_request"),
+        (broken, 1, "a", "engine_error"),
+        (late, 1, "a", "stage_timeout"),
+    ):
+        record = await ended(store, job)
+        assert record.state is JobState.FAILED
+        assert record.error is not None and record.error["code"] == code
+        assert record.stages[stage].attempts == attempts
+        assert record.stages[stage].state is StageState.FAILED
+    assert notes(f"stopped a {late.id}"), "the engine was told to stop"
+
+
+async def test_cancelling_stops_a_running_stage(
+    stages: Any, store: JobStore, notes: Notes, unacked: Any, queued: Any
+) -> None:
+    stages.define("a>b", window=1)
+    stages.start("a")
+    running = await start_job(store, "a:sleep=30")
+    await noted(notes, f"run a {running.id}")
+    waiting = await start_job(store)
+    assert (await store.cancel(waiting.id)).state is JobState.CANCELLED
+    began = time.monotonic()
+    await store.cancel(running.id)
+    assert (await ended(store, running, 5)).state is JobState.CANCELLED
+    assert time.monotonic() - began < 1
+    await noted(notes, f"stopped a {running.id}")
+    after = await start_job(store, "x")
+    await noted(notes, f"done a {after.id}")
+    assert notes(f"run a {waiting.id}") == []
+    wait_until(lambda: unacked() == 0)
+    assert queued("omniq.p.b") == 1, "only the job that goes on"
+
+
+async def test_a_killed_workers_stage_runs_again(
+    stages: Any, store: JobStore, notes: Notes
+) -> None:
+    """The process is killed, then a request kills every process that takes it."""
+    stages.define("a>b")
+    stages.start("a", "b")
+    job = await start_job(store, "b:sleep=1.5")
+    await noted(notes, f"run b {job.id}")
+    stages.workers["b"].kill()
+    stages.start("b")
+    record = await ended(store, job)
+    assert record.state is JobState.SUCCEEDED
+    assert (record.stages["a"].attempts, record.stages["b"].attempts) == (1, 2)
+    assert len(notes(f"run a {job.id}")) == 1, "the stage before is not repeated"
+
+
+@pytest.mark.slow
+async def test_poison_fails_after_its_deliveries(
+    stages: Any, store: JobStore, notes: Notes
+) -> None:
+    stages.define("a>b")
+    job = await start_job(store, "a:die=99")
+    for _ in range(3):
+        stages.start("a", ready=False)
+        await asyncio.to_thread(stages.workers["a"].popen.wait, 30)
+    stages.start("a")
+    record = await ended(store, job)
+    assert record.error is not None and record.error["code"] == "delivery_limit"
+    assert len(notes(f"run a {job.id}")) == 3
+
+
+async def test_a_dead_engine_ends_its_worker_and_no_job(
+    stages: Any, store: JobStore, notes: Notes
+) -> None:
+    stages.define("a>b")
+    stages.start("a", "b")
+    bystander = await start_job(store, "a:sleep=4")
+    await noted(notes, f"run a {bystander.id}")
+    job = await start_job(store, "a:dead=1")
+    assert await asyncio.to_thread(stages.workers["a"].popen.wait, 10) == 1
+    assert "the device fell off the bus" in stages.workers["a"].output()
+    stages.start("a")
+    for j, attempts in ((job, 2), (bystander, 1)):
+        record = await ended(store, j)
+        assert (record.state, record.stages["a"].attempts) == (JobState.SUCCEEDED, attempts)
+
+
+async def test_a_stopping_worker_gives_its_stages_back(
+    stages: Any, store: JobStore, notes: Notes, unacked: Any, queued: Any
+) -> None:
+    """Nothing is lost, nothing counts as an attempt, and the registry forgets the worker."""
+    stages.define("a>b")
+    stages.start("a", OMNIQ_DRAIN_SECONDS=1)
+    short, long = await start_job(store, "a:sleep=0.8"), await start_job(store, "a:sleep=4")
+    await noted(notes, "run a", 2)
+    began = time.monotonic()
+    assert await asyncio.to_thread(stages.workers["a"].stop) == 0
+    assert time.monotonic() - began < 4
+    assert (unacked(), queued("omniq.p.a"), queued("omniq.p.b")) == (0, 1, 1)
+    assert (await store.get(long.id)).stages["a"].state is StageState.QUEUED
+    assert await WorkerRegistry(store.redis).all("p") == []
+    stages.start("a", "b")
+    for job in (short, long):
+        record = await ended(store, job)
+        assert (record.state, record.stages["a"].attempts) == (JobState.SUCCEEDED, 1)
+
+
+@pytest.mark.parametrize("how", ["broken", "crash"])
+async def test_a_worker_that_cannot_load_says_why_and_exits(
+    stages: Any, store: JobStore, how: str
+) -> None:
+    stages.define("a>b", a={how: "no weights here"})
+    stages.start("a", ready=False)
+    worker = stages.workers["a"]
+    assert await asyncio.to_thread(worker.popen.wait, 30) == 1
+    assert "stage a of p cannot start" in worker.output()
+    assert "no weights here" in worker.output()
+    assert ("Traceback" in worker.output()) == (how == "crash")
+    (info,) = await WorkerRegistry(store.redis).all("p")
+    assert info.state is WorkerState.FAILED
+    assert info.reason is not None and "no weights here" in info.reason
+    assert any("no weights here" in line for line in info.last_log)
+
+
+async def test_a_worker_can_be_stopped_while_it_loads(stages: Any, store: JobStore) -> None:
+    stages.define("a>b", a={"load": 60})
+    stages.start("a", ready=False)
+    await asyncio.to_thread(stages.workers["a"].wait_for, "loading")
+    (info,) = await WorkerRegistry(store.redis).all("p")
+    assert (info.state, info.devices, info.stage) == (WorkerState.LOADING, ["cpu"], "a")
+    began = time.monotonic()
+    assert await asyncio.to_thread(stages.workers["a"].stop) == 0
+    assert time.monotonic() - began < 3
+
+
+async def test_jobs_survive_a_broker_restart(
+    own_valkey: Any, spawn: Any, tmp_path: Any, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from conftest import Stages  # type: ignore[attr-defined]
+
+    stages = Stages(spawn, tmp_path, monkeypatch)
+    stages.define("a>b")
+    stages.start("a", "b")
+    store = JobStore.from_settings()
+    job = await start_job(store, "a:sleep=3")
+    await store.close()  # it would notice the restart by an error
+    await noted(notes, f"run a {job.id}")
+    await asyncio.to_thread(own_valkey.stop)
+    await asyncio.sleep(1)
+    await asyncio.to_thread(own_valkey.start)
+    store = JobStore.from_settings()
+    record = await ended(store, job)
+    assert (record.state, record.stages["a"].attempts) == (JobState.SUCCEEDED, 1)
+    assert len(notes(f"run a {job.id}")) == 1
+    await store.close()
+
+
+async def test_higher_priority_jobs_go_first(stages: Any, store: JobStore, notes: Notes) -> None:
+    stages.define("a", window=1)
+    jobs = [await start_job(store, "x", priority=p) for p in (0, 5, 9, 5)]
+    stages.start("a")
+    for job in jobs:
+        await ended(store, job)
+    assert notes("run a") == [f"run a {jobs[i].id}" for i in (2, 1, 3, 0)]

@@ -1,0 +1,123 @@
+"""One task in flight: its message deliveries, its coroutine, its outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from celery import Task
+from celery.exceptions import SoftTimeLimitExceeded
+
+from omniq.errors import EngineError
+
+if TYPE_CHECKING:
+    from omniq_workers.pool import EnginePool
+
+
+class Stop(StrEnum):
+    """Why a running body is cancelled from outside."""
+
+    RETURN = "return"
+    """The worker stops: the message goes back to its queue."""
+    REVOKED = "revoked"
+    """Celery's ``revoke(terminate=True)``, or the task's deadline (``expires``)."""
+    SOFT_LIMIT = "soft_limit"
+    """Celery's soft time limit: the body may still end in its own way."""
+    HARD_LIMIT = "hard_limit"
+    """Celery's hard time limit."""
+
+
+#: Celery has settled the message and the result already; the body's own outcome is dropped.
+SETTLED_BY_CELERY = frozenset({Stop.REVOKED, Stop.HARD_LIMIT})
+
+
+@dataclass(slots=True)
+class Delivery:
+    """One arrival of the task's message."""
+
+    target: tuple[Any, ...]
+    """Arguments for Celery's tracer: name, id, request, body, content type, encoding."""
+    celery: Any
+    """Celery's ``Request``: settles the message, sends events."""
+    connection: int
+    """Number of the broker connection it came by; an older one can no longer acknowledge."""
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """The message's headers and delivery information."""
+        request: dict[str, Any] = self.target[2]
+        return request
+
+    @property
+    def redelivered(self) -> bool:
+        """Whether the broker delivered this message before, to whomever."""
+        return bool((self.request.get("delivery_info") or {}).get("redelivered"))
+
+
+@dataclass(eq=False)
+class Flight:
+    """A task between its acceptance and its settlement."""
+
+    pool: EnginePool
+    task: Task
+    id: str
+    deliveries: list[Delivery]
+    started: float = field(default_factory=time.monotonic)
+    future: asyncio.Task[Any] | None = None
+    timers: list[Any] = field(default_factory=list)
+    stopped: Stop | None = None
+    ended: bool = False
+    _result: Any = None
+    _exception: BaseException | None = None
+
+    @property
+    def delivery(self) -> Delivery:
+        """The newest delivery: the one that can be acknowledged."""
+        return self.deliveries[-1]
+
+    @property
+    def dropped(self) -> bool:
+        """Whether Celery has settled it, whatever the body still does."""
+        return self.stopped in SETTLED_BY_CELERY
+
+    @property
+    def failed(self) -> bool:
+        """Whether the body raised."""
+        return self._exception is not None
+
+    def stop(self, why: Stop) -> None:
+        """Cancel the body; the first reason counts, except that Celery's settlement is final."""
+        if self.stopped is None or why in SETTLED_BY_CELERY:
+            self.stopped = why
+        self.pool.loop.call(self._cancel)
+
+    def _cancel(self) -> None:
+        if self.future is not None:
+            self.future.cancel()
+
+    def terminate(self, signal: int | None = None) -> None:
+        """Celery's name: called after it has announced the task as revoked or cancelled."""
+        self.stop(Stop.REVOKED)
+
+    def end(self, future: asyncio.Task[Any] | None) -> None:
+        """Keep the body's outcome; None: it never ran."""
+        self.ended = True
+        if future is None or future.cancelled():
+            if self.stopped is Stop.SOFT_LIMIT:
+                self._exception = SoftTimeLimitExceeded(self.id)
+            elif self.stopped is not None:
+                self._exception = asyncio.CancelledError()
+            else:
+                self._exception = EngineError("the task was cancelled from within the worker")
+        else:
+            self._exception = future.exception()
+            self._result = None if self._exception is not None else future.result()
+
+    def outcome(self) -> Any:
+        """The body's result; raises what the body raised."""
+        if self._exception is not None:
+            raise self._exception
+        return self._result

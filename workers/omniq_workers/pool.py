@@ -1,0 +1,357 @@
+"""A Celery worker pool with one resident engine and many tasks in flight.
+
+Three threads:
+
+* *hub*, the worker's main thread: ``on_apply`` accepts a task and has its coroutine started; time
+  limits fire, and acknowledgements and events are sent, here, where Celery keeps unlocked state;
+* *engine*, the asyncio loop that owns the engine and runs every body;
+* *finisher*: when a body has ended, Celery's own tracer runs with the outcome already known, so
+  that results, continuation of chains, retries and hooks are Celery's code and not a copy of it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import queue
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from billiard.einfo import ExceptionInfo
+from celery import states
+from celery.app.trace import build_tracer
+from celery.concurrency.base import BasePool
+from celery.exceptions import Ignore, Reject, WorkerShutdown
+from celery.platforms import EX_FAILURE, EX_OK
+from celery.utils.log import get_logger
+from celery.worker import state as worker_state
+from kombu.exceptions import OperationalError
+from kombu.serialization import loads, prepare_accept_content
+
+from omniq.settings import get_settings
+from omniq.tasks import EngineTask, current_flight
+from omniq_workers.flight import Delivery, Flight, Stop
+from omniq_workers.loop import EngineLoop, Interrupted
+
+logger = get_logger(__name__)
+
+#: After the drain time, bodies that were told to stop get so long to do it.
+RETURN_SECONDS = 0.7
+
+
+class CannotStart(Exception):
+    """The service cannot serve; log and registry say why."""
+
+
+class Service(Protocol):
+    """What lives on the pool's loop beside the tasks: the engine and what surrounds it."""
+
+    async def start(self) -> None:
+        """Called before the first task.
+
+        Raises:
+            CannotStart: the worker has to end.
+        """
+
+    async def draining(self) -> None:
+        """Called when the worker takes no more tasks; those it has get some time to end."""
+
+
+class _Clock:
+    """``monotonic`` for one tracer call: the first reading is the body's start, so that the
+    runtimes in events and logs are the body's and not the tracer's.
+    """
+
+    start: float | None = None
+
+    def __call__(self) -> float:
+        start, self.start = self.start, None
+        return start if start is not None else time.monotonic()
+
+
+class EnginePool(BasePool):
+    """``worker_pool = "omniq_workers.pool:EnginePool"``; see the module's text.
+
+    ``app.service``, if the application has one, is started on the loop before the worker consumes.
+    """
+
+    body_can_be_buffer = True
+    signal_safe = False
+    task_join_will_block = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.flights: set[Flight] = set()
+        self.max_in_flight = 0
+        self.stopping = False
+        #: Called every now and then on the hub's thread while the worker drains.
+        self.while_draining: list[Callable[[], object]] = []
+        self.loop = EngineLoop()
+        self.hub: Any = None
+        self._connection = 0
+        self._tracers: dict[str, Any] = {}
+        self._clock = _Clock()
+        self._settled: queue.SimpleQueue[tuple[Flight, Any]] = queue.SimpleQueue()
+
+    # -- life cycle --------------------------------------------------------------------------
+
+    def on_start(self) -> None:
+        """Start the threads, then the service; only then the worker goes on to consume."""
+        self._accept = prepare_accept_content(self.app.conf.accept_content)
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix="finisher")
+        self.loop.start()
+        self._service: Service | None = getattr(self.app, "service", None)
+        if self._service is None:
+            return
+        try:
+            self.loop.run(self._service.start(), interrupted=_told_to_stop)
+        except CannotStart as exc:
+            raise WorkerShutdown(EX_FAILURE) from exc
+        except Interrupted as exc:
+            raise WorkerShutdown(EX_OK) from exc
+
+    def wake_hub(self) -> None:
+        """Have the hub look at once whether it shall stop; safe in a signal handler."""
+        self.loop.call(lambda: self.hub is not None and self.hub.call_soon(_nothing))
+
+    def register_with_event_loop(self, hub: Any) -> None:
+        """The hub's loop starts, at first or again after the broker connection was lost."""
+        self.hub = hub
+
+    def connection_lost(self) -> None:
+        """What was delivered so far can no longer be acknowledged; it will be delivered again."""
+        self._connection += 1
+
+    def on_stop(self) -> None:
+        """Let running tasks end, then give back the rest. Runs on the hub's thread, hub stopped."""
+        self._drain(get_settings().drain_seconds)
+
+    def on_terminate(self) -> None:
+        """Give back everything at once."""
+        self._drain(0.0)
+
+    def _drain(self, seconds: float) -> None:
+        self.stopping = True
+        if self._service is not None:
+            self.loop.spawn(self._service.draining())
+        if worker_state.should_stop:  # an exit code: the engine is dead
+            seconds = 0.0
+        if self.flights and seconds:
+            logger.info("draining: %d tasks get %.1f s to end", len(self.flights), seconds)
+        self._settle_for(seconds)
+        if self.flights:
+            logger.info("returning %d tasks to their queues", len(self.flights))
+            for flight in self.flights:
+                flight.stop(Stop.RETURN)
+            self._settle_for(RETURN_SECONDS)
+        for flight in self.flights:
+            logger.warning("task %s did not stop in time; its message is returned", flight.id)
+        self._finisher.shutdown(wait=False)
+
+    def _settle_for(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.flights and (left := deadline - time.monotonic()) > 0:
+            try:
+                settled = self._settled.get(timeout=min(left, 0.5))
+            except queue.Empty:
+                for tick in self.while_draining:
+                    tick()
+                continue
+            self._settle(*settled)
+
+    def terminate_job(self, pid: int, signal: int | None = None) -> None:
+        """All tasks share this process; :meth:`Flight.terminate` does the work."""
+
+    def flush(self) -> None:
+        """Celery's hook on connection loss; running tasks go on."""
+
+    # -- accepting (hub thread) --------------------------------------------------------------
+
+    def on_apply(  # noqa: PLR0917 - Celery's signature
+        self,
+        target: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        callback: Any = None,
+        accept_callback: Any = None,
+        soft_timeout: float | None = None,
+        timeout: float | None = None,
+        **_: Any,
+    ) -> Flight:
+        """Take one task; returns at once."""
+        name, uuid = args[0], args[1]
+        # The callbacks are methods of Celery's request.
+        delivery = Delivery(args, callback.__self__, self._connection)
+        running = self._adopting(uuid, delivery)
+        if running is not None:
+            logger.info("task %s was delivered again and still runs here: adopted", uuid)
+            running.deliveries.append(delivery)
+            accept_callback(os.getpid(), running.started)
+            return running
+        flight = Flight(self, self.app.tasks[name], uuid, [delivery])
+        # May find that the task was revoked while it waited, and call the request's terminate().
+        accept_callback(os.getpid(), flight.started)
+        self.flights.add(flight)
+        self.max_in_flight = max(self.max_in_flight, len(self.flights))
+        if not isinstance(flight.task, EngineTask) or self._already_done(flight):
+            self._finisher.submit(self._finish, flight)
+            return flight
+        self._limit(flight, soft_timeout or self.options.get("soft_timeout"), Stop.SOFT_LIMIT)
+        self._limit(flight, timeout or self.options.get("timeout"), Stop.HARD_LIMIT)
+        self.loop.call(self._spawn, flight)
+        return flight
+
+    def _adopting(self, uuid: str, delivery: Delivery) -> Flight | None:
+        """The running task that this delivery repeats.
+
+        When the broker connection breaks, or this worker's lease lapses, the broker delivers again
+        what still runs here. The body is not started twice; it settles its newest delivery.
+        """
+        if not delivery.redelivered:
+            return None
+        return next((f for f in self.flights if f.id == uuid and not f.dropped), None)
+
+    def _already_done(self, flight: Flight) -> bool:
+        """A redelivered task whose result is stored: the tracer only repeats its continuation."""
+        if flight.task.ignore_result or not flight.delivery.redelivered:
+            return False
+        done = flight.task.AsyncResult(flight.id).state == states.SUCCESS
+        return done and bool(self.app.conf.worker_deduplicate_successful_tasks)
+
+    def _limit(self, flight: Flight, seconds: float | None, why: Stop) -> None:
+        if seconds:
+            flight.timers.append(self.hub.call_later(seconds, self._expire, flight, seconds, why))
+
+    def _expire(self, flight: Flight, seconds: float, why: Stop) -> None:
+        if flight in self.flights and not flight.dropped and not flight.ended:
+            flight.delivery.celery.on_timeout(why is Stop.SOFT_LIMIT, seconds)
+            flight.stop(why)
+
+    # -- running (engine thread) -------------------------------------------------------------
+
+    def _spawn(self, flight: Flight) -> None:
+        if flight.stopped is not None:
+            flight.end(None)
+            self._finisher.submit(self._finish, flight)
+            return
+        context = contextvars.copy_context()
+        context.run(current_flight.set, flight)
+        flight.future = self.loop.loop.create_task(
+            self._body(flight), name=flight.id, context=context
+        )
+        flight.future.add_done_callback(lambda future: self._ended(flight, future))
+
+    async def _body(self, flight: Flight) -> Any:
+        """A payload or call that does not fit the task fails as the body's own error."""
+        args, kwargs, _ = self._payload(flight.delivery)
+        return await flight.task.run(*args, **kwargs)
+
+    def _ended(self, flight: Flight, future: Any) -> None:
+        flight.end(future)
+        self._finisher.submit(self._finish, flight)
+
+    def _payload(self, delivery: Delivery) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+        body, content_type, encoding = delivery.target[3:6]
+        if content_type:
+            body = loads(body, content_type, encoding, accept=self._accept)
+        args, kwargs, embed = body
+        return args, kwargs, embed or {}
+
+    # -- finishing (finisher thread) ---------------------------------------------------------
+
+    def _finish(self, flight: Flight) -> None:
+        outcome: Any = None
+        try:
+            returned = flight.stopped is Stop.RETURN and flight.failed
+            if not flight.dropped and not returned:
+                outcome = self._trace(flight)
+        except Exception:  # reported to Celery, whatever it is
+            outcome = ExceptionInfo()
+        self._settled.put((flight, outcome))
+        if self.hub is not None:
+            self.hub.call_soon(self._settle_all)
+
+    def _trace(self, flight: Flight) -> Any:
+        name, uuid, request = flight.delivery.target[:3]
+        tracer = self._tracers.get(name)
+        if tracer is None:
+            tracer = self._tracers[name] = build_tracer(
+                name,
+                flight.task,
+                self.app.loader,
+                request["hostname"],
+                app=self.app,
+                monotonic=self._clock,
+            )
+        args, kwargs, embed = self._payload(flight.delivery)
+        request.update({"args": args, "kwargs": kwargs, "is_eager": False}, **embed)
+        self._clock.start = flight.started
+        token = current_flight.set(flight)
+        try:
+            traced = tracer(uuid, args, kwargs, request)
+        finally:
+            current_flight.reset(token)
+        if traced.info:
+            error = traced.retval.exception
+            if not flight.failed and isinstance(error, OperationalError):
+                # The body is done, but its continuation could not be sent: failing now would end
+                # the chain. Delivered again, the task finds its work done and only sends that.
+                return _einfo(Reject(error, requeue=True))
+            return 1, traced.retval, traced.runtime
+        worker_state.successful_requests.add(uuid)
+        return 0, traced.retstr, traced.runtime
+
+    # -- settling (hub thread) ---------------------------------------------------------------
+
+    def _settle_all(self) -> None:
+        while True:
+            try:
+                settled = self._settled.get_nowait()
+            except queue.Empty:
+                return
+            self._settle(*settled)
+
+    def _settle(self, flight: Flight, outcome: Any) -> None:
+        for timer in flight.timers:
+            self.hub.timer.cancel(timer)
+        self.flights.discard(flight)
+        if flight.stopped is Stop.RETURN and outcome is None:
+            return  # unacknowledged: closing the channel puts it back at the head of its queue
+        for old in flight.deliveries[:-1]:
+            if old.connection == self._connection:
+                # Its message is the one that was delivered again; this frees its prefetch slot.
+                old.celery.on_failure(_einfo(Ignore()))
+        if flight.dropped:
+            return
+        request = flight.delivery.celery
+        if flight.delivery.connection != self._connection:
+            # Lost with its connection: delivered again, it will find its work done.
+            request.acknowledged = True
+        if isinstance(outcome, ExceptionInfo):
+            request.on_failure(outcome)
+        else:
+            request.on_success(outcome)
+
+    def _get_info(self) -> dict[str, Any]:
+        return {
+            **super()._get_info(),
+            "in-flight": len(self.flights),
+            "max-in-flight": self.max_in_flight,
+        }
+
+
+def _einfo(exc: Exception) -> ExceptionInfo:
+    try:
+        raise exc
+    except type(exc):
+        return ExceptionInfo()
+
+
+def _nothing() -> None:
+    """Wake-up call."""
+
+
+def _told_to_stop() -> bool:
+    return worker_state.should_stop is not None or worker_state.should_terminate is not None

@@ -1,0 +1,180 @@
+"""A stage's inputs and outputs: job record and blobs to the engine, and back again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from celery.utils.log import get_logger
+
+from omniq.blobs.base import BlobRef
+from omniq.config import PipelineConfig
+from omniq.config.pipeline import REQUEST
+from omniq.engines.base import StageInput, StageOutput
+from omniq.errors import BlobError, EngineError
+from omniq.jobs.model import ArtifactInfo, JobSpec, StageResult
+from omniq.jobs.store import JobStore
+from omniq.jobs.workers import WorkerRegistry, WorkerState
+from omniq.outputs import MultimodalOutputProcessor, OutputContext
+
+if TYPE_CHECKING:
+    import torch
+
+    from omniq.blobs import BlobRouter
+    from omniq_workers.stage_run import Run
+
+logger = get_logger(__name__)
+
+#: For so many seconds the registry's answer about consumers is good enough.
+CONSUMERS_FRESH = 1.0
+
+
+class StageIO:
+    """Reads what the stages before left, writes what the stages behind and the client need.
+
+    Blobs are copied in threads: the loop goes on meanwhile.
+    """
+
+    def __init__(
+        self,
+        pipeline: PipelineConfig,
+        stage_id: str,
+        *,
+        router: BlobRouter,
+        processor: MultimodalOutputProcessor,
+        store: JobStore,
+        registry: WorkerRegistry,
+        host: str,
+    ) -> None:
+        self._pipeline, self._stage_id = pipeline, stage_id
+        self._router, self._processor = router, processor
+        self._store, self._registry, self._host = store, registry, host
+        self._edges = pipeline.edges_into(stage_id)
+        self._outputs = pipeline.outputs_of(stage_id)
+        #: Outputs that stages behind read.
+        self._passed_on = {
+            e.source.partition(".")[2] for e in pipeline.edges if e.producer == stage_id
+        }
+        self._local, self._local_until = False, 0.0
+
+    # -- inputs ------------------------------------------------------------------------------
+
+    async def inputs(
+        self, spec: JobSpec, upstream: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, StageInput]:
+        """Every input of the stage by its name; an optional input of the request may be missing.
+
+        Raises:
+            BlobError: a blob cannot be read.
+            EngineError: a stage before did not make an output that an edge promises.
+        """
+        found: dict[str, StageInput] = {}
+        blobs: dict[str, BlobRef] = {}
+        for edge in self._edges:
+            name = edge.target.partition(".")[2]
+            output = edge.source.partition(".")[2]
+            if edge.producer == REQUEST:
+                if output in spec.inputs:
+                    found[name] = StageInput(value=spec.inputs[output])
+                continue
+            made = upstream.get(edge.producer, {}).get(output)
+            if made is None:
+                raise EngineError(f"stage {edge.producer!r} made no output {output!r}")
+            found[name] = StageInput(value=made.get("value"))
+            if "blob" in made:
+                blobs[name] = BlobRef.model_validate(made["blob"])
+        read = await asyncio.gather(
+            *(asyncio.to_thread(self._router.get, b) for b in blobs.values())
+        )
+        for name, tensors in zip(blobs, read, strict=True):
+            found[name] = StageInput(value=found[name].value, tensors=tensors)
+        return found
+
+    # -- outputs -----------------------------------------------------------------------------
+
+    async def store(self, run: Run, output: StageOutput) -> StageResult:
+        """Write what of ``output`` is used; ``run.blobs`` grows by each blob that is written.
+
+        Raises:
+            EngineError: an output that an edge or the pipeline names was not made.
+            OutputError: an output is not what its type demands.
+            BlobError: a blob cannot be written.
+            InvalidRequest: an artifact is too large.
+        """
+        for name in self._passed_on | {o.source.partition(".")[2] for o in self._outputs.values()}:
+            if name not in output.values and name not in output.tensors:
+                raise EngineError(f"the engine of stage {self._stage_id!r} made no output {name!r}")
+        outputs: dict[str, dict[str, Any]] = {}
+        for name in sorted(self._passed_on):
+            made: dict[str, Any] = {}
+            if name in output.values:
+                made["value"] = output.values[name]
+            if name in output.tensors:
+                ref = await self._put(run, name, output.tensors[name])
+                run.blobs.append(ref)
+                made["blob"] = ref.model_dump(mode="json")
+            outputs[name] = made
+        values, artifacts = await self._results(run, output)
+        return StageResult(
+            outputs=outputs,
+            blobs=list(run.blobs),
+            values=values,
+            artifacts=artifacts,
+            metrics=output.metrics,
+        )
+
+    async def _put(self, run: Run, name: str, tensors: Mapping[str, torch.Tensor]) -> BlobRef:
+        blob_id = ".".join(map(str, (*run.key, name)))
+        local = await self._consumers_local()
+        return await asyncio.to_thread(self._router.put, blob_id, tensors, consumers_local=local)
+
+    async def _consumers_local(self) -> bool:
+        """Whether every live worker of every stage behind runs on this machine."""
+        if time.monotonic() > self._local_until:
+            workers = await self._registry.all(self._pipeline.name)
+            alive = [w for w in workers if w.state is not WorkerState.FAILED]
+            self._local = all(
+                hosts == {self._host}
+                for hosts in (
+                    {w.host for w in alive if w.stage == stage}
+                    for stage in self._pipeline.downstream(self._stage_id)
+                )
+            )
+            self._local_until = time.monotonic() + CONSUMERS_FRESH
+        return self._local
+
+    async def _results(
+        self, run: Run, output: StageOutput
+    ) -> tuple[dict[str, Any], dict[str, ArtifactInfo]]:
+        """The pipeline outputs made from this stage, encoded and stored."""
+        job_id, _, fence = run.key
+        prompt = next((v for v in run.spec.inputs.values() if isinstance(v, str)), "")
+        context = OutputContext(job_id, prompt, run.spec.parameters)
+        values: dict[str, Any] = {}
+        artifacts: dict[str, ArtifactInfo] = {}
+        for name, config in self._outputs.items():
+            source = config.source.partition(".")[2]
+            data = output.tensors[source] if source in output.tensors else output.values[source]
+            done = await asyncio.to_thread(self._processor.process, name, config, data, context)
+            if done.value is not None:
+                values[name] = done.value
+            if (file := done.artifact) is not None:
+                key = await self._store.put_artifact(job_id, file.name, fence, file.data)
+                artifacts[file.name] = ArtifactInfo(
+                    name=file.name,
+                    content_type=file.content_type,
+                    nbytes=len(file.data),
+                    key=key,
+                    meta=file.meta,
+                )
+        return values, artifacts
+
+    async def free(self, blobs: Sequence[BlobRef]) -> None:
+        """Delete blobs that nobody will read. What cannot be deleted now expires by itself."""
+        for ref in blobs:
+            try:
+                await asyncio.to_thread(self._router.delete, ref)
+            except BlobError as exc:
+                logger.warning("blob %s is left to expire: %s", ref.id, exc)

@@ -1,0 +1,281 @@
+"""What a worker does with one stage task: begin, fetch inputs, run the engine, store, finish."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from celery.exceptions import Ignore
+from celery.utils.log import get_logger
+
+from omniq.blobs.base import BlobRef
+from omniq.config import OmniStageConfig
+from omniq.engines.base import Engine, StageInput, StageOutput, StageRequest
+from omniq.errors import (
+    BrokerUnavailable,
+    ConfigError,
+    EngineDead,
+    EngineError,
+    JobNotFound,
+    OmniqError,
+    StageTimeout,
+)
+from omniq.jobs.model import JobSpec, JobState, StageGrant, StageResult, StageState, Verdict
+from omniq.jobs.store import JobStore
+from omniq.tasks import GiveBack, RetryLater, current_flight
+from omniq_workers.emit import JobEmit
+from omniq_workers.flight import Flight, Stop
+from omniq_workers.outage import through_outage
+
+if TYPE_CHECKING:
+    from omniq_workers.stage_io import StageIO
+
+logger = get_logger(__name__)
+
+#: An engine that was told to stop one request and has not done so in this time is given up.
+STOP_SECONDS = 30.0
+#: Retry delays vary by so much both ways, so that what failed together is not tried together.
+JITTER = 0.5
+
+
+@dataclass(eq=False)
+class Run:
+    """One granted run of one stage."""
+
+    job_id: str
+    stage: str
+    grant: StageGrant
+    flight: Flight
+    unwanted: bool = False
+    blobs: list[BlobRef] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Job, stage and fence: who the job store knows this run as."""
+        return self.job_id, self.stage, self.grant.fence
+
+    @property
+    def spec(self) -> JobSpec:
+        """The job's request."""
+        assert self.grant.spec is not None, "a granted run carries the job's specification"
+        return self.grant.spec
+
+    def cancel(self) -> None:
+        """Nobody wants the outcome any more; on the engine loop."""
+        if not self.unwanted:
+            self.unwanted = True
+            if self.flight.future is not None:
+                self.flight.future.cancel()
+
+
+class StageRunner:
+    """Body of ``omniq.stage`` in a worker that has an engine.
+
+    Args:
+        dead: called when the engine can serve nothing more; the worker has to stop.
+    """
+
+    def __init__(
+        self,
+        stage: OmniStageConfig,
+        engine: Engine,
+        *,
+        store: JobStore,
+        io: StageIO,
+        worker_id: str,
+        dead: Callable[[EngineDead], object],
+    ) -> None:
+        self._stage, self._engine, self._store, self._io = stage, engine, store, io
+        self._worker_id, self._dead = worker_id, dead
+        self._runs: set[Run] = set()
+
+    # -- cancellation ------------------------------------------------------------------------
+
+    def cancel_job(self, job_id: str) -> None:
+        """Stop whatever runs here for that job."""
+        for run in self._runs:
+            if run.job_id == job_id:
+                run.cancel()
+
+    async def look_for_cancelled(self) -> None:
+        """Stop runs whose cancellation was announced while nobody listened."""
+        for run in list(self._runs):
+            try:
+                state = (await self._store.get(run.job_id)).state
+            except JobNotFound:
+                state = None
+            if state is not JobState.RUNNING:
+                run.cancel()
+
+    # -- running -----------------------------------------------------------------------------
+
+    async def run(self, job_id: str, stage: str) -> dict[str, Any]:
+        """See :class:`omniq.tasks.StageRunner`."""
+        if stage != self._stage.stage_id:
+            raise ConfigError(f"this worker runs stage {self._stage.stage_id!r}, not {stage!r}")
+        try:
+            return await self._deliver(job_id, stage)
+        except BrokerUnavailable as exc:
+            # Nothing is known to be recorded: whoever gets the message next finds out.
+            raise GiveBack(str(exc)) from exc
+
+    async def _deliver(self, job_id: str, stage: str) -> dict[str, Any]:
+        flight = current_flight.get()
+        assert isinstance(flight, Flight)
+        grant = await self._begin(job_id, flight)
+        if grant.verdict is Verdict.DONE:
+            return _message(stage, grant.outputs)
+        if grant.verdict is not Verdict.RUN:
+            logger.info("job %s stage %s: nothing to run (%s)", job_id, stage, grant.verdict)
+            raise Ignore(grant.verdict.value)
+        run = Run(job_id, stage, grant, flight)
+        self._runs.add(run)
+        try:
+            return await self._run(run)
+        except asyncio.CancelledError:
+            await self._cancelled(run)
+            raise
+        except Exception as exc:  # every outcome is recorded, then raised for Celery
+            raise await self._failed(run, exc) from exc
+        finally:
+            self._runs.discard(run)
+
+    async def _begin(self, job_id: str, flight: Flight) -> StageGrant:
+        async def begin(again: bool) -> StageGrant:
+            return await self._store.begin_stage(
+                job_id,
+                self._stage.stage_id,
+                self._worker_id,
+                # Our own first call may have started the run without us knowing.
+                redelivered=flight.delivery.redelivered or again,
+                max_deliveries=self._stage.retry.max_deliveries,
+            )
+
+        return await through_outage(begin)
+
+    async def _run(self, run: Run) -> dict[str, Any]:
+        inputs = await self._io.inputs(run.spec, run.grant.upstream)
+        async with JobEmit(self._store, *run.key, run.cancel) as emit:
+            output = await self._in_engine(run, inputs, emit)
+            await emit.flush()
+        result = await self._io.store(run, output)
+        if not await through_outage(lambda again: self._finish(run, result, again)):
+            logger.info("job %s stage %s: the outcome is no longer wanted", *run.key[:2])
+            await self._io.free(run.blobs)
+            raise Ignore("no longer wanted")
+        return _message(run.stage, result.outputs)
+
+    async def _in_engine(
+        self, run: Run, inputs: Mapping[str, StageInput], emit: JobEmit
+    ) -> StageOutput:
+        request = StageRequest(
+            request_id=f"{run.job_id}.{run.stage}.{run.grant.fence}",
+            params=run.spec.parameters.get(run.stage, {}),
+            priority=run.spec.priority,
+        )
+        work = asyncio.create_task(self._engine.run(request, inputs, emit))
+        limit = self._stage.time_limit
+        try:
+            done, _ = await asyncio.wait({work}, timeout=limit)
+        except asyncio.CancelledError:
+            await _stopped(work)
+            raise
+        if done:
+            return work.result()
+        await _stopped(work)
+        raise StageTimeout(
+            f"stage {run.stage!r} ran longer than its time limit of {limit:g} s",
+            hint="raise time_limit in the pipeline, or ask for less",
+        )
+
+    async def _finish(self, run: Run, result: StageResult, again: bool) -> bool:
+        if await self._store.finish_stage(*run.key, result):
+            return True
+        if not again:
+            return False
+        # Refused, or done by the call whose answer was lost.
+        stage = (await self._store.get(run.job_id)).stages[run.stage]
+        return stage.state is StageState.SUCCEEDED and stage.attempts == run.grant.attempt
+
+    # -- other endings -----------------------------------------------------------------------
+
+    async def _cancelled(self, run: Run) -> None:
+        """The run has stopped; record why, and raise what Celery shall see, if not the cancel."""
+        await self._io.free(run.blobs)
+        why = run.flight.stopped
+        if run.unwanted or why is Stop.REVOKED:
+            await through_outage(lambda _: self._store.stop_stage(*run.key))
+            raise Ignore("cancelled")
+        if why is Stop.RETURN:
+            await through_outage(lambda _: self._store.release_stage(*run.key))
+            return
+        error = (
+            StageTimeout(f"stage {run.stage!r} ran longer than Celery's time limit for its task")
+            if why is not None
+            else EngineError(f"stage {run.stage!r} was cancelled from within its engine")
+        )
+        await through_outage(lambda _: self._store.fail_stage(*run.key, error.to_dict()))
+        raise error
+
+    async def _failed(self, run: Run, exc: Exception) -> Exception:
+        """Record a failure; returns what Celery shall see."""
+        if isinstance(exc, Ignore | BrokerUnavailable):
+            return exc
+        await self._io.free(run.blobs)
+        if isinstance(exc, EngineDead):
+            return self._engine_died(run, exc)
+        error = exc.to_dict() if isinstance(exc, OmniqError) else _internal(exc)
+        retries = int(run.flight.delivery.request.get("retries") or 0)
+        retryable = isinstance(exc, OmniqError) and exc.retryable
+        if retryable and retries < self._stage.retry.max_retries:
+            delay = self._delay(retries)
+            if await through_outage(lambda _: self._store.retry_stage(*run.key, error, delay)):
+                return RetryLater(exc, delay)
+            return Ignore("no longer wanted")
+        await through_outage(lambda _: self._store.fail_stage(*run.key, error))
+        return exc
+
+    def _engine_died(self, run: Run, exc: EngineDead) -> Exception:
+        """Leave the run as it is: the message is delivered again and counts towards the limit that
+        ends a request which kills every engine it meets.
+        """
+        run.flight.stopped = Stop.RETURN
+        self._dead(exc)
+        return exc
+
+    def _delay(self, retries: int) -> float:
+        policy = self._stage.retry
+        delay = min(policy.backoff * 2**retries, policy.backoff_max)
+        return delay * random.uniform(1 - JITTER, 1 + JITTER)
+
+
+async def _stopped(work: asyncio.Task[StageOutput]) -> None:
+    """Cancel an engine's run and wait until it has really stopped.
+
+    Raises:
+        EngineDead: it did not.
+    """
+    work.cancel()
+    done, _ = await asyncio.wait({work}, timeout=STOP_SECONDS)
+    if not done:
+        raise EngineDead(f"the engine did not stop a request within {STOP_SECONDS:g} s")
+    if not work.cancelled():
+        work.exception()  # retrieved: the outcome of a stopped run is nobody's
+
+
+def _message(stage: str, outputs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What the next stage's task gets as its first argument: names, for people."""
+    return {
+        "stage": stage,
+        "outputs": {
+            name: output["blob"]["id"] if "blob" in output else "value"
+            for name, output in outputs.items()
+        },
+    }
+
+
+def _internal(exc: Exception) -> dict[str, Any]:
+    return {"code": "internal_error", "message": f"{type(exc).__name__}: {exc}"}
