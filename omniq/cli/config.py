@@ -14,9 +14,13 @@ from omniq.settings import Settings, get_settings
 
 @click.command()
 @json_option
+@click.option("--markdown", is_flag=True, help="Print docs/configuration.md.")
 @click.option("--show-secrets", is_flag=True, help="Show passwords instead of ***.")
-def config(as_json: bool, show_secrets: bool) -> None:
+def config(as_json: bool, markdown: bool, show_secrets: bool) -> None:
     """Every OMNIQ_* setting: value, default, meaning."""
+    if markdown:
+        click.echo(configuration_page(), nl=False)
+        return
     rows = settings_table(show_secrets=show_secrets)
     if as_json:
         echo_json(rows)
@@ -49,6 +53,23 @@ def settings_table(*, show_secrets: bool = False) -> list[dict[str, Any]]:
         }
         for name in Settings.model_fields
     ]
+
+
+def configuration_page() -> str:
+    """The text of ``docs/configuration.md``; a test compares the two."""
+    lines = [
+        "# Configuration",
+        "",
+        "Environment variables, read once by each process. `omniq config` prints them with their",
+        "present values; `omniq config --markdown` writes this page.",
+        "",
+        "| variable | default | meaning |",
+        "|---|---|---|",
+    ]
+    for row in settings_table():
+        default = "unset" if row["default"] is None else f"`{row['default']}`"
+        lines.append(f"| `{row['name']}` | {default} | {row['description']} |")
+    return "\n".join(lines) + "\n"
 
 
 def _plain(value: object) -> bool:

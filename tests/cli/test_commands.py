@@ -176,3 +176,7 @@ def test_doctor_fails_without_the_configured_broker() -> None:
 def test_procfile_in_the_repository_is_the_one_that_omniq_prints() -> None:
     assert (ROOT / "Procfile").read_text() == procfile(get_pipeline("tiny-omni"))
     assert omniq("up", "--print-procfile").stdout == (ROOT / "Procfile").read_text()
+
+
+def test_the_configuration_page_is_up_to_date() -> None:
+    assert omniq("config", "--markdown").stdout == (ROOT / "docs/configuration.md").read_text()

@@ -249,3 +249,12 @@ async def store(broker: object) -> AsyncIterator[JobStore]:
     store = JobStore.from_settings()
     yield store
     await store.close()
+
+
+@pytest.fixture
+def own_broker_stages(
+    spawn: Callable[..., Process], tmp_path: Path, own_valkey: object, notes: object,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Stages:  # fmt: skip
+    """Like ``stages``, on a broker of the test's own."""
+    return Stages(spawn, tmp_path, monkeypatch)

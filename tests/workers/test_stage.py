@@ -234,11 +234,9 @@ async def test_a_worker_can_be_stopped_while_it_loads(stages: Any, store: JobSto
 
 
 async def test_jobs_survive_a_broker_restart(
-    own_valkey: Any, spawn: Any, tmp_path: Any, notes: Notes, monkeypatch: pytest.MonkeyPatch
+    own_valkey: Any, own_broker_stages: Any, notes: Notes
 ) -> None:
-    from conftest import Stages  # type: ignore[attr-defined]
-
-    stages = Stages(spawn, tmp_path, monkeypatch)
+    stages = own_broker_stages
     stages.define("a>b")
     stages.start("a", "b")
     store = JobStore.from_settings()

@@ -1,0 +1,165 @@
+"""Jobs through the real pipeline: right pictures, equal to the monolith, and safe from a kill."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from flower_process import flower
+from PIL import Image
+from tiny_omni.captioner import write_caption
+from tiny_omni.evaluate import load_pipeline, paint
+from tiny_omni.score import Tally, score_picture
+from tiny_omni.shapes import fill, held_out_cases, parse, parse_caption
+
+from omniq.jobs.model import JobRecord, JobState, StageState
+from omniq.jobs.store import JobStore
+from omniq.submit import submit
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+MODEL = Path(__file__).resolve().parents[2] / "omniq" / "models" / "tiny_omni"
+
+
+async def send(store: JobStore, prompt: str, **parameters: Any) -> JobRecord:
+    return await submit(
+        store, pipeline="tiny-omni", inputs={"prompt": prompt}, parameters=parameters
+    )
+
+
+async def result(store: JobStore, job: JobRecord) -> tuple[JobRecord, Image.Image]:
+    record = await store.wait(job.id, 120)
+    assert record.state is JobState.SUCCEEDED, record
+    data, info = await store.get_artifact(job.id, "image")
+    assert info.content_type == "image/png"
+    return record, Image.open(io.BytesIO(data))
+
+
+async def test_32_jobs_at_once_all_become_the_right_pictures(jobs: JobStore) -> None:
+    cases = held_out_cases(32, seed=3)
+    sent = await asyncio.gather(
+        *(send(jobs, prompt, seed=i) for i, (prompt, _) in enumerate(cases))
+    )
+    tally = Tally()
+    for (prompt, _), job in zip(cases, sent, strict=True):
+        record, image = await result(jobs, job)
+        asked, written = parse(prompt), parse_caption(record.values["text"])
+        assert asked is not None and written is not None, record.values["text"]
+        tally.add(score_picture(image, fill(asked, written)))
+    accuracy = tally.accuracy()
+    assert accuracy["overall"] >= 0.95, accuracy
+
+
+async def test_stages_work_on_different_jobs_at_the_same_time(jobs: JobStore) -> None:
+    """While the DiT denoises one job, the AR stage works on another one."""
+    sent = [await send(jobs, "a red circle above a blue square") for _ in range(4)]
+    records = [(await result(jobs, job))[0] for job in sent]
+
+    def span(record: JobRecord, stage: str) -> tuple[float, float]:
+        row = record.stages[stage]
+        assert row.started is not None and row.finished is not None
+        return row.started, row.finished
+
+    overlaps = [
+        (a.id, b.id)
+        for a in records
+        for b in records
+        if a is not b
+        and max(span(a, "ar")[0], span(b, "dit")[0]) < min(span(a, "ar")[1], span(b, "dit")[1])
+    ]
+    assert overlaps, {r.id: {s: span(r, s) for s in ("ar", "dit")} for r in records}
+
+
+async def test_the_staged_picture_equals_the_monolithic_one(jobs: JobStore) -> None:
+    """Same weights, same seed: stock transformers and diffusers in one process, pixel for pixel."""
+    pipeline = await asyncio.to_thread(load_pipeline, MODEL)
+    for prompt, seed, guidance in (
+        ("a red circle above a blue square", 11, 1.0),
+        ("two pink triangles", 12, 0.0),
+    ):
+        job = await send(jobs, prompt, seed=seed, guidance_scale=guidance, temperature=0.0)
+        record, image = await result(jobs, job)
+        written = write_caption(pipeline.text_encoder, pipeline.tokenizer, prompt)
+        assert record.values["text"] == written.text
+        with torch.no_grad():
+            (expected,) = paint(pipeline, [written.rows], [seed], guidance, 20)
+        assert (np.asarray(image) == np.asarray(expected)).all()
+
+
+async def test_a_seed_gives_one_picture_whatever_else_is_in_flight(jobs: JobStore) -> None:
+    alone = await result(jobs, await send(jobs, "a purple ring", seed=5))
+    sent = [await send(jobs, "a purple ring", seed=s) for s in (4, 5, 6, 5)]
+    images = [np.asarray((await result(jobs, job))[1]) for job in sent]
+    assert (images[1] == np.asarray(alone[1])).all()
+    assert (images[1] == images[3]).all()
+    assert (images[0] != images[1]).any()
+
+
+async def test_a_killed_dit_worker_loses_no_job(jobs: JobStore, tiny_omni: Any) -> None:
+    sent = [await send(jobs, "a green star", num_inference_steps=100, seed=i) for i in range(3)]
+
+    async def denoising() -> bool:
+        stage = (await jobs.get(sent[0].id)).stages["dit"]
+        return stage.state is StageState.RUNNING and (stage.step or 0) > 3
+
+    while not await denoising():
+        await asyncio.sleep(0.02)
+    await asyncio.to_thread(tiny_omni.kill, "dit")
+    assert not (await jobs.get(sent[0].id)).state.final
+    began = time.monotonic()
+    await asyncio.to_thread(tiny_omni.start, "dit")
+    records = [(await result(jobs, job))[0] for job in sent]
+    print(f"all done {time.monotonic() - began:.1f} s after the restart began")
+    assert records[0].stages["dit"].attempts == 2
+    assert [r.stages["ar"].attempts for r in records] == [1, 1, 1]
+
+
+async def test_cancelling_stops_the_denoising(jobs: JobStore) -> None:
+    job = await send(jobs, "a green star", num_inference_steps=100)
+    async for event in jobs.events(job.id):
+        if event is not None and event.type == "stage.progress" and event.stage == "dit":
+            break
+    await jobs.cancel(job.id)
+    record = await jobs.wait(job.id, 10)
+    assert record.state is JobState.CANCELLED
+    assert (record.stages["dit"].step or 0) < 90
+    assert record.stages["decode"].attempts == 0
+
+
+async def test_flower_shows_workers_queues_and_readable_tasks(
+    jobs: JobStore, tiny_omni: Any, tmp_path: Path
+) -> None:
+    with flower(tmp_path, tiny_omni.url) as (url, auth):
+        async with httpx.AsyncClient(base_url=url, auth=auth, timeout=20) as client:
+            names: set[str] = set()
+            for _ in range(100):  # it learns of workers by their heartbeats
+                names = set((await client.get("/api/workers?refresh=1")).json())
+                if len(names) == 3:
+                    break
+                await asyncio.sleep(0.2)
+            assert {n.rsplit(".", 1)[0] for n in names} == {
+                "tiny-omni.ar", "tiny-omni.dit", "tiny-omni.decode",
+            }  # fmt: skip
+            job = await send(jobs, "a blue heart")
+            await result(jobs, job)
+            tasks: list[dict[str, Any]] = []
+            for _ in range(100):
+                tasks = list((await client.get("/api/tasks")).json().values())
+                if sum(t["state"] == "SUCCESS" and job.id in t["uuid"] for t in tasks) == 3:
+                    break
+                await asyncio.sleep(0.1)
+            mine = {t["uuid"].partition(".")[2]: t for t in tasks if job.id in t["uuid"]}
+            assert set(mine) == {"ar", "dit", "decode"}
+            for stage, task in mine.items():
+                assert task["state"] == "SUCCESS"
+                assert f"stage={stage}" in task["kwargs"] and "a blue heart" in task["kwargs"]
+            page = (await client.get("/tasks")).text
+            assert "omniq" in page.lower() or "flower" in page.lower()
+            queues = (await client.get("/broker")).text
+            assert "omniq.tiny-omni.dit" in queues
