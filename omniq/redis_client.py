@@ -43,8 +43,8 @@ def connect(*, blocking: float | None = None) -> Client:
         socket_connect_timeout=CONNECT_TIMEOUT,
         socket_keepalive=True,
         max_connections=MAX_CONNECTIONS,
-        # Never repeated blindly: a script whose answer was lost may have run. Connections that died
-        # while idle are noticed and replaced when they leave the pool.
+        # Never repeated blindly: a script whose answer was lost may have run. The first command on
+        # a connection that died while idle fails; workers and the API's probe live with that.
         retry=AsyncRetry(NoBackoff(), 0),
     )
 

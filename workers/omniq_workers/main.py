@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import warnings
 from typing import NoReturn
+
+from celery.exceptions import SecurityWarning
 
 from omniq import keys
 from omniq.celery import app
@@ -45,6 +48,8 @@ def run_worker(
     from omniq_workers.worker import end_process  # noqa: PLC0415
 
     node = f"{name or f'{pipeline}.{stage}.{os.getpid()}'}@{socket.gethostname()}"
+    # Celery warns root of pickled messages; JSON is all that is accepted here.
+    warnings.filterwarnings("ignore", category=SecurityWarning)
     app.follow_settings()
     app.service = StageService(
         app,

@@ -61,6 +61,8 @@ class StageService:
         self.engine: Engine | None = None
         self.pool: Any = None
         self._router: BlobRouter | None = None
+        self._store: JobStore | None = None
+        self._heartbeat: Heartbeat | None = None
         self._failed = False
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -68,6 +70,11 @@ class StageService:
     def max_in_flight(self) -> int:
         """The engine's admission window; the configured one before it is loaded."""
         return self.engine.max_in_flight if self.engine else self.stage.max_in_flight
+
+    @property
+    def _heart(self) -> Heartbeat:
+        assert self._heartbeat is not None, "beats from the start on"
+        return self._heartbeat
 
     # -- start (on the loop, before anything is consumed) --------------------------------------
 
@@ -79,10 +86,10 @@ class StageService:
         """
         from omniq.blobs import BlobRouter, host_identity  # noqa: PLC0415 - imports torch
 
-        self._store = JobStore.from_settings()
-        registry = WorkerRegistry(self._store.redis)
+        store = self._store = JobStore.from_settings()
+        registry = WorkerRegistry(store.redis)
         host = host_identity()
-        self._heart = Heartbeat(
+        self._heartbeat = Heartbeat(
             registry,
             first_info(self.worker_id, self.pipeline.name, self.stage.stage_id, host, self.devices),
             lambda: (len(self.pool.flights) if self.pool else 0, self.lines.last()),
@@ -103,14 +110,14 @@ class StageService:
             self.stage.stage_id,
             router=self._router,
             processor=processor,
-            store=self._store,
+            store=store,
             registry=registry,
             host=host,
         )
         runner = StageRunner(
             self.stage,
             self.engine,
-            store=self._store,
+            store=store,
             io=io,
             worker_id=self.worker_id,
             dead=self._engine_died,
@@ -221,11 +228,13 @@ class StageService:
             try:
                 await asyncio.to_thread(self._router.spill)
             except (BlobError, BrokerUnavailable) as exc:
-                logger.warning("blobs of this worker are lost: %s", exc)
+                logger.warning("blobs of this worker stay in shared memory: %s", exc)
             self._router.close()
-        # A failure stays to be read until it expires.
-        await self._heart.stop(remove=not self._failed)
+        if self._heartbeat is not None:
+            # A failure stays to be read until it expires.
+            await self._heartbeat.stop(remove=not self._failed)
         if self.engine is not None:
             await self.engine.unload()
-        await self._store.close()
+        if self._store is not None:
+            await self._store.close()
         await asyncio.get_running_loop().shutdown_default_executor()

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from celery.utils.log import get_logger
 
 from omniq.blobs.base import BlobRef
-from omniq.config import PipelineConfig
+from omniq.config import Modality, OutputConfig, PipelineConfig
 from omniq.config.pipeline import REQUEST
 from omniq.engines.base import StageInput, StageOutput
-from omniq.errors import BlobError, EngineError
+from omniq.errors import BlobError, BrokerUnavailable, EngineError
 from omniq.jobs.model import ArtifactInfo, JobSpec, StageResult
 from omniq.jobs.store import JobStore
 from omniq.jobs.workers import WorkerRegistry, WorkerState
@@ -156,7 +156,7 @@ class StageIO:
         artifacts: dict[str, ArtifactInfo] = {}
         for name, config in self._outputs.items():
             source = config.source.partition(".")[2]
-            data = output.tensors[source] if source in output.tensors else output.values[source]
+            data = _data_of(output, source, config)
             done = await asyncio.to_thread(self._processor.process, name, config, data, context)
             if done.value is not None:
                 values[name] = done.value
@@ -176,5 +176,13 @@ class StageIO:
         for ref in blobs:
             try:
                 await asyncio.to_thread(self._router.delete, ref)
-            except BlobError as exc:
-                logger.warning("blob %s is left to expire: %s", ref.id, exc)
+            except (BlobError, BrokerUnavailable) as exc:
+                logger.warning("blob %s is left to be swept or to expire: %s", ref.id, exc)
+
+
+def _data_of(output: StageOutput, source: str, config: OutputConfig) -> Any:
+    """What the output processor gets: tensors, or a value, or both where the type is of both."""
+    tensors, value = output.tensors.get(source), output.values.get(source)
+    if config.type is Modality.TEXT_IMAGE and tensors is not None:
+        return {"text": value, **tensors}
+    return tensors if tensors is not None else value
