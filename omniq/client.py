@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -11,7 +12,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from omniq.async_client import AsyncOmniLLM, Prompt
-from omniq.errors import InvalidRequest, JobFailed, OmniqError
+from omniq.errors import ConfigError, InvalidRequest, JobFailed, OmniqError
 from omniq.jobs.model import JobState
 from omniq.request_output import OmniRequestOutput
 
@@ -36,6 +37,7 @@ class OmniLLM:
     """
 
     def __init__(self, pipeline: str = "tiny-omni", **options: Any) -> None:
+        self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="omniq-client", daemon=True
@@ -106,7 +108,7 @@ class OmniLLM:
 
     def close(self) -> None:
         """Disconnect, and stop the system if this object started it."""
-        if self._loop.is_closed():
+        if self._loop.is_closed() or os.getpid() != self._pid:
             return
         try:
             self._call(self._llm.close())
@@ -126,6 +128,11 @@ class OmniLLM:
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` on the client's loop; Ctrl-C cancels it and waits for its clean-up."""
+        try:
+            self._check_usable()
+        except OmniqError:
+            work.close()
+            raise
         task: Future[asyncio.Task[T]] = Future()
 
         async def run() -> T:
@@ -140,6 +147,15 @@ class OmniLLM:
             wait([future], INTERRUPT_GRACE)
             raise
 
+    def _check_usable(self) -> None:
+        if self._loop.is_closed():
+            raise ConfigError("this OmniLLM is closed", hint="make a new one")
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                "this OmniLLM belongs to the process that made it, not to a fork of it",
+                hint="make one in each process, or start processes with the 'spawn' method",
+            )
+
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -152,6 +168,13 @@ def _requests(
     parameters: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
     more: Mapping[str, Any],
 ) -> list[tuple[Prompt, dict[str, Any]]]:
+    for name, value in (("prompts", prompts), ("parameters", parameters)):
+        if not isinstance(value, str | Mapping | Sequence) and (value, name) != (
+            None,
+            "parameters",
+        ):
+            message = f"must be one, or a list of them, not {type(value).__name__}"
+            raise InvalidRequest(f"{name}: {message}", fields=[{"field": name, "message": message}])
     listed: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
     if parameters is None or isinstance(parameters, Mapping):
         each: list[Mapping[str, Any]] = [parameters or {}] * len(listed)

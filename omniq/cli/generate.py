@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import mimetypes
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import yaml
 
 from omniq.async_client import AsyncOmniLLM
 from omniq.cli.options import echo_json, pipeline_option
-from omniq.errors import BrokerUnavailable
+from omniq.errors import BrokerUnavailable, OmniqError
 from omniq.jobs.workers import WorkerRegistry
 from omniq.redis_client import connect
 from omniq.request_output import Artifact, OmniRequestOutput
@@ -43,6 +44,7 @@ def generate(
     Uses the running system (OMNIQ_BROKER_URL, or `omniq up` on this machine); if there is none,
     starts one for this request only. Without -o each result file is saved under its own name.
     """
+    _check_writable(output)
     parameters = _parameters(params)
     if seed is not None:
         parameters["seed"] = seed
@@ -114,6 +116,13 @@ def _show_progress(output: OmniRequestOutput) -> None:
     click.echo(end, err=True, nl=False)
 
 
+def _check_writable(output: Path | None) -> None:
+    """Find out before anything is computed that the result could not be saved."""
+    folder = Path() if output is None else output.parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise click.BadParameter(f"{str(folder)!r} is no folder to write to", param_hint="--output")
+
+
 def _save(result: OmniRequestOutput, output: Path | None) -> list[Path]:
     """Write all result files; ``output`` names the first (``out.png``, then ``out-1.png``, ...)."""
     saved = []
@@ -124,7 +133,14 @@ def _save(result: OmniRequestOutput, output: Path | None) -> list[Path]:
                 path = path.with_suffix(mimetypes.guess_extension(artifact.content_type) or ".bin")
         else:
             path = output if not index else output.with_stem(f"{output.stem}-{index}")
-        path.write_bytes(_bytes_for(artifact, path))
+        data = _bytes_for(artifact, path)
+        try:
+            path.write_bytes(data)
+        except OSError as exc:
+            raise OmniqError(
+                f"{path} cannot be written: {exc.strerror}",
+                hint=f"the result is kept as artifact {artifact.name!r} of job {result.job_id}",
+            ) from exc
         saved.append(path)
     return saved
 

@@ -28,8 +28,9 @@ class ARParams(StageParams):
         None, ge=0.0, le=100.0, description="0 is greedy decoding.", allow_inf_nan=False
     )
     top_p: float | None = Field(None, gt=0.0, le=1.0)
-    top_k: int | None = Field(None, ge=-1, description="-1 or 0 keeps all tokens.")
-    repetition_penalty: float | None = Field(None, gt=0.0, le=10.0)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="-1 or 0 keeps all tokens.")
+    # Below a hundredth a token's score can overflow.
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10.0, allow_inf_nan=False)
     stop: list[str] | None = Field(None, max_length=16)
     seed: Seed | None = Field(None, description="Same seed, same output.")
 

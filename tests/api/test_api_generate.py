@@ -68,15 +68,17 @@ async def test_the_printed_curl_line_writes_the_picture(
     assert (tmp_path / "out.png").read_bytes() == PNG
 
 
+@pytest.mark.parametrize(("code", "status"), [("engine_error", 500), ("invalid_request", 422)])
 async def test_a_failed_job_is_a_problem_with_its_error(
-    client: httpx.AsyncClient, store: JobStore
+    client: httpx.AsyncClient, store: JobStore, code: str, status: int
 ) -> None:
+    """What only the engine finds wrong with a request is still the request's fault."""
     asking = asyncio.ensure_future(client.post("/v1/generate", json=BODY))
     job_id = await only_job(store)
     fence = await begin(store, job_id, "ar")
-    await store.fail_stage(job_id, "ar", fence, {"code": "engine_error", "message": "no luck"})
+    await store.fail_stage(job_id, "ar", fence, {"code": code, "message": "no luck"})
     found = problem(await asking)
-    assert (found.status, found.code, found.detail) == (500, "engine_error", "no luck")
+    assert (found.status, found.code, found.detail) == (status, code, "no luck")
     assert found.body["job"] == f"/v1/jobs/{job_id}"
 
 

@@ -180,3 +180,9 @@ def test_procfile_in_the_repository_is_the_one_that_omniq_prints() -> None:
 
 def test_the_configuration_page_is_up_to_date() -> None:
     assert omniq("config", "--markdown").stdout == (ROOT / "docs/configuration.md").read_text()
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_any_work() -> None:
+    done = omniq("generate", "a red circle", "-o", "/nowhere/x.png")
+    assert done.returncode == 2
+    assert "no folder to write to" in done.stderr and "Traceback" not in done.stderr

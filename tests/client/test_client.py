@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from stand_in import stand_in
+from support import wait_until
 
 from omniq import AsyncOmniLLM, OmniLLM
-from omniq.errors import InvalidRequest, JobFailed, JobNotFound
+from omniq.errors import ConfigError, InvalidRequest, JobFailed, JobNotFound
 from omniq.jobs.model import JobState
 from omniq.runtime.local import LocalSystem
 from omniq.settings import get_settings
@@ -152,3 +154,21 @@ async def test_unknown_job_is_an_error(allm: AsyncOmniLLM) -> None:
         await allm.poll("nope")
     with pytest.raises(JobNotFound):
         await allm.result("nope")
+
+
+def test_wrong_types_are_named(llm: OmniLLM) -> None:
+    for wrong in (None, 5):
+        with pytest.raises(InvalidRequest, match="prompts: must be"):
+            llm.generate(wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="parameters: must be"):
+        llm.generate("x", 5)  # type: ignore[arg-type]
+
+
+def test_a_fork_of_the_process_gets_an_error_not_a_hang(llm: OmniLLM) -> None:
+    if (child := os.fork()) == 0:
+        try:
+            llm.generate("x")
+        except ConfigError:
+            os._exit(7)
+        os._exit(1)
+    wait_until(lambda: os.waitpid(child, os.WNOHANG) == (child, 7 << 8), 10, "the child ends")

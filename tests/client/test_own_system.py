@@ -10,7 +10,7 @@ import pytest
 from stand_in import stand_in
 
 from omniq import AsyncOmniLLM, OmniLLM
-from omniq.errors import BrokerUnavailable, NotReady
+from omniq.errors import BrokerUnavailable, ConfigError, NotReady
 from omniq.runtime.private_broker import PrivateBroker
 from omniq.settings import get_settings
 
@@ -31,6 +31,8 @@ def test_own_system_is_started_and_stopped(tmp_path: Path) -> None:
         assert own.generate("hello")[0].text == "HELLO"
     assert not PrivateBroker.in_use()
     assert get_settings().embedded
+    with pytest.raises(ConfigError, match="closed"):
+        own.generate("hello")
 
 
 def test_own_worker_that_dies_is_an_error_not_a_hang(tmp_path: Path) -> None:

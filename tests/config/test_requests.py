@@ -59,6 +59,8 @@ def test_a_missing_seed_is_drawn_once_for_all_stages() -> None:
         (PROMPT, {"width": "64"}, "parameters.width"),
         (PROMPT, {"num_inference_steps": 101}, "parameters.num_inference_steps"),
         (PROMPT, {"temperature": float("nan")}, "parameters.temperature"),
+        (PROMPT, {"repetition_penalty": 1e-40}, "parameters.repetition_penalty"),
+        (PROMPT, {"top_k": 2**70}, "parameters.top_k"),
         (PROMPT, {"seed": -1}, "parameters.seed"),
         (PROMPT, {"seed": 2**63}, "parameters.seed"),
         (PROMPT, {"seed": True}, "parameters.seed"),

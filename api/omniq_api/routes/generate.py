@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Query, Request, Response
 
 from omniq.config import get_pipeline
-from omniq.errors import BrokerUnavailable, JobFailed
+from omniq.errors import BrokerUnavailable, InvalidRequest, JobFailed
 from omniq.jobs.model import JobRecord, JobState
 from omniq_api.negotiation import prefers
 from omniq_api.openapi import problems
@@ -71,9 +71,12 @@ async def generate(
         raise _unfinished(services, record, urls.self, wait)
     if record.state is not JobState.SUCCEEDED:
         error = record.error or {}
+        code = str(error.get("code") or JobFailed.code)
+        # What only the engine could find wrong with the request is still the request's fault.
+        status = 422 if code == InvalidRequest.code else FAILED_STATUS[record.state]
         raise ProblemError(
-            FAILED_STATUS[record.state],
-            str(error.get("code") or JobFailed.code),
+            status,
+            code,
             str(error.get("message") or f"the job was {record.state}"),
             state=record.state,
             job=urls.self,
