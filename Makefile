@@ -1,4 +1,4 @@
-# make run    install, then start the whole system (stop with Ctrl-C)
+# make run    install, then start the whole system by honcho (stop with Ctrl-C)
 # make test   install everything, then lint, type check and test
 # make lint   ruff and mypy only
 # make docs   build the documentation into site/
@@ -31,8 +31,10 @@ NO_VLLM = $(shell $(BIN)/python -c "import platform as p, sys; v = sys.version_i
 
 .PHONY: run test lint docs clean install install-test
 
+# `omniq up` is `honcho start` on the Procfile's processes that needs no activated environment and
+# leaves nothing behind, even if it is killed or its terminal is closed.
 run: install
-	exec $(BIN)/honcho start
+	exec $(BIN)/omniq up
 
 test: install-test lint
 	$(BIN)/pytest -ra --cov --cov-report=term $(PYTEST_ARGS)

@@ -100,7 +100,8 @@ class ShmStore(BlobStore):
             temp = self._path("temp", owner.name, str(next(self._numbers)))
             try:
                 self._write(temp, layout)
-                temp.rename(self._path("blob", owner.name, blob_id))
+                with self._counting():
+                    temp.rename(self._path("blob", owner.name, blob_id))
             except BaseException:
                 temp.unlink(missing_ok=True)
                 raise
@@ -114,13 +115,24 @@ class ShmStore(BlobStore):
             ) from exc
         return ref
 
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Keep the folder's listing still: one that meets a renaming may miss the file."""
+        fd = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)  # and with it the lock goes
+
     def _write(self, path: Path, layout: codec.Layout) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             # The size counts for every process from here on: of two that would together exceed the
             # cap, at least one sees it.
-            os.ftruncate(fd, layout.nbytes)
-            held = self._bytes_held()
+            with self._counting():
+                os.ftruncate(fd, layout.nbytes)
+                held = self._bytes_held()
             if held > self._max_bytes:
                 raise StoreFull(
                     f"shared memory is full: {layout.nbytes} bytes more than the "

@@ -42,7 +42,8 @@ def up(pipeline: str, print_procfile: bool) -> None:
     for module in ("honcho", "flower"):
         if find_spec(module) is None:
             raise ConfigError(
-                f"`omniq up` needs {module}, which is not installed", hint="install omniq[monitor]"
+                f"`omniq up` needs {module}, which is not installed",
+                hint="install the extra omniq[monitor]",
             )
     from honcho.manager import Manager  # noqa: PLC0415 - an optional extra
 
@@ -122,7 +123,7 @@ def worker(pipeline: str, stage: str, devices: str | None, name: str | None) -> 
 def flower(address: str) -> None:
     """Run Flower on OMNIQ_FLOWER_PORT, behind OMNIQ_FLOWER_AUTH or a new password."""
     if find_spec("flower") is None:
-        raise ConfigError("Flower is not installed", hint="install omniq[monitor]")
+        raise ConfigError("Flower is not installed", hint="install the extra omniq[monitor]")
     settings = get_settings()
     auth = settings.flower_auth or new_flower_auth()
     user, _, password = auth.partition(":")

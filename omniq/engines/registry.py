@@ -40,7 +40,7 @@ class EngineSpec:
         absent = [package for package in needed if find_spec(package) is None]
         if not absent:
             return None
-        remedy = f"; pip install 'omniq[{self.extra}]'" if self.extra else ""
+        remedy = f"; install the extra omniq[{self.extra}]" if self.extra else ""
         return f"not installed: {', '.join(absent)}{remedy}"
 
 

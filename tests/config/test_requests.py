@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omniq.config import get_pipeline
@@ -86,6 +86,7 @@ json_values = st.recursive(
 names = st.sampled_from(["seed", "width", "stop", "dit", "ar", "temperature", "max_tokens", "zz"])
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # a busy machine
 @given(
     st.dictionaries(st.sampled_from(["prompt", "x"]), json_values),
     st.dictionaries(names, json_values),

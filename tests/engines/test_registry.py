@@ -39,7 +39,7 @@ def test_engine_whose_package_is_missing_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(registry, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"not installed: vllm; pip install 'omniq\[vllm\]'"):
+    with pytest.raises(ConfigError, match=r"not installed: vllm; install the extra omniq\[vllm\]"):
         create_engine(config("vllm"))
     assert {i.name for i in describe() if i.available} == set()
 
