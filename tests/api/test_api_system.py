@@ -88,7 +88,7 @@ async def test_workers_are_listed(client: httpx.AsyncClient, aredis: Redis) -> N
 async def test_a_pipeline_is_described_with_its_limits(client: httpx.AsyncClient) -> None:
     (found,) = (await client.get("/v1/pipelines")).json()["pipelines"]
     assert found == (await client.get("/v1/pipelines/tiny-omni")).json()
-    assert found["inputs"]["prompt"]["max_length"] == 2000
+    assert found["inputs"]["prompt"]["max_length"] == 400
     assert found["outputs"]["image"]["type"] == "image"
     assert [s["id"] for s in found["stages"]] == list(STAGES)
     assert found["stages"][1]["after"] == ["ar"]
