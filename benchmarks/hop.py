@@ -3,9 +3,13 @@
     python benchmarks/hop.py --vllm-omni FOLDER --ray-python PYTHON --out hop.json
 
 Time runs from the producer having a tensor (just written, so in its caches as far as it fits) to
-the consumer having summed it as int64. All transports send their small message through the same
-kind of pipe, read the same way, and run with one torch thread. They take turns in rounds, so that
-other load on the machine meets all of them; a ratio is the median over rounds.
+the consumer having summed it as int64. All transports send their small message as an object through
+a ``multiprocessing.Pipe``, read the same way, and run with one torch thread. Producer and consumers
+keep to a core each, as two busy workers do; left to the scheduler, some rounds would run on one
+core, where a pipe takes a third of the time. A hop starts at least PAUSE after the last one, as a
+consumer that has slept longer takes longer to wake, whatever it waits for. Servers (Valkey, Ray)
+run where they like. All take turns in rounds, so that other load meets all of them; a ratio is the
+median over rounds.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
+import signal
 import statistics
-import struct
 import subprocess
 import sys
 from collections import defaultdict
@@ -23,7 +28,6 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import numpy as np
 import torch
 from common import Times, load, machine, now, table, valkey, write_json
 from hop_transports import TRANSPORTS, Config, new_run
@@ -33,16 +37,28 @@ BOUND, OURS, VLLM_OMNI, MEMCPY, RAY = (
 )  # fmt: skip
 KB, MB = 1 << 10, 1 << 20
 #: Size -> hops a round.
-HOPS = {64 * KB: 200, MB: 100, 16 * MB: 20, 128 * MB: 6}
+HOPS = {64 * KB: 100, MB: 50, 16 * MB: 10, 128 * MB: 3}
 WARM_UP = 3
-ANSWER = struct.Struct("ddq")
+PAUSE = 300e-6
 
 Measure = Callable[[int, int], tuple[list[float], list[float]]]
 
 
 def read(tensor: torch.Tensor) -> int:
     """Touch every byte once."""
-    return int(tensor.numpy().view(np.int64).sum())
+    return int(tensor.view(torch.int64).sum())
+
+
+def pause(since: float) -> None:
+    """Compute until PAUSE has passed since then."""
+    while now() < since + PAUSE:
+        pass
+
+
+def keep_to_core(number: int) -> None:
+    """Run this process on one core of those it may use, the same for the same number."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 
 def make(nbytes: int) -> torch.Tensor:
@@ -51,18 +67,18 @@ def make(nbytes: int) -> torch.Tensor:
 
 
 def consume(name: str, config: Config, pipe: Connection) -> None:
-    """The consumer process: answers each message with two times and the sum."""
+    """The consumer process: answers each message with the time it was read and the sum."""
     torch.set_num_threads(1)
+    keep_to_core(1)
     transport = TRANSPORTS[name](config)
-    pipe.send_bytes(b"up")
-    while message := pipe.recv_bytes():
+    pipe.send("up")
+    while (message := pipe.recv()) is not None:
         tensor = transport.get(message)
-        usable = now()
         total = read(tensor)
         end = now()
         del tensor
         transport.done(message)
-        pipe.send_bytes(ANSWER.pack(usable, end, total))
+        pipe.send((end, total))
     transport.close()
 
 
@@ -75,19 +91,21 @@ class Pair:
         self.consumer = context.Process(target=consume, args=(name, config, theirs), daemon=True)
         self.consumer.start()
         self.transport = TRANSPORTS[name](config)
-        assert self.pipe.recv_bytes() == b"up"
+        assert self.pipe.recv() == "up"
 
     def measure(self, nbytes: int, count: int) -> tuple[list[float], list[float]]:
         """Seconds of ``count`` hops, and of the same with all that is freed afterwards."""
         source = make(nbytes)
         expected = read(source)
         hops, cycles = [], []
+        cycle = now()
         for number in range(-WARM_UP, count):
             tensor = source.clone()
+            pause(since=cycle)
             start = now()
             message = self.transport.put(tensor)
-            self.pipe.send_bytes(message)
-            _, end, total = ANSWER.unpack(self.pipe.recv_bytes())
+            self.pipe.send(message)
+            end, total = self.pipe.recv()
             self.transport.free(message)
             cycle = now()
             assert total == expected, "the consumer read something else"
@@ -97,7 +115,7 @@ class Pair:
         return hops, cycles
 
     def close(self) -> None:
-        self.pipe.send_bytes(b"")
+        self.pipe.send(None)
         self.consumer.join(10)
         self.transport.close()
 
@@ -197,7 +215,7 @@ def goals(results: dict[int, dict[str, Times]]) -> dict[str, bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=list(HOPS), help="bytes")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--vllm-omni", help="folder of the unpacked wheel")
     parser.add_argument("--ray-python", help="a Python that has Ray")
     parser.add_argument("--only", nargs="+", choices=list(TRANSPORTS), help="these and the bound")
@@ -205,6 +223,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="fail unless the goals are reached")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that all is cleaned up
 
     before = load()
     chosen = [n for n in TRANSPORTS if not options.only or n in options.only or n in (BOUND, OURS)]
@@ -213,14 +232,15 @@ def main() -> int:
     with ExitStack() as stack:
         config = Config(new_run(), stack.enter_context(valkey()), options.vllm_omni)
         measures: dict[str, Measure] = {MEMCPY: memcpy}
-        for name in chosen:
-            pair = Pair(name, config)
-            stack.callback(pair.close)
-            measures[name] = pair.measure
         if options.ray_python:
             ray = Ray(options.ray_python)
             stack.callback(ray.close)
             measures[RAY] = ray.measure
+        for name in chosen:
+            pair = Pair(name, config)
+            stack.callback(pair.close)
+            measures[name] = pair.measure
+        keep_to_core(0)  # only now: child processes inherit it
         results = run(measures, options.sizes, options.rounds)
 
     reached = goals(results)

@@ -9,7 +9,6 @@ the producer.
 from __future__ import annotations
 
 import os
-import pickle
 import secrets
 from dataclasses import dataclass
 from multiprocessing import resource_tracker, shared_memory
@@ -38,16 +37,16 @@ class Transport:
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def put(self, tensor: torch.Tensor) -> bytes:
+    def put(self, tensor: torch.Tensor) -> Any:
         raise NotImplementedError
 
-    def get(self, message: bytes) -> torch.Tensor:
+    def get(self, message: Any) -> torch.Tensor:
         raise NotImplementedError
 
-    def done(self, message: bytes) -> None:
+    def done(self, message: Any) -> None:
         """In the consumer, when it has read."""
 
-    def free(self, message: bytes) -> None:
+    def free(self, message: Any) -> None:
         """In the producer, when the consumer is done."""
 
     def close(self) -> None:
@@ -66,20 +65,19 @@ class WarmSlab(Transport):
         self.made: list[str] = []
         self.turn = 0
 
-    def put(self, tensor: torch.Tensor) -> bytes:
+    def put(self, tensor: torch.Tensor) -> Any:
         self.turn ^= 1
         name = f"{self.config.run}-{tensor.nbytes}-{self.turn}"
         if name not in self.segments:
             self.segments[name] = shared_memory.SharedMemory(name, create=True, size=tensor.nbytes)
             self.made.append(name)
         self._tensor(name, tuple(tensor.shape)).copy_(tensor)
-        return pickle.dumps((name, tuple(tensor.shape)))
+        return name, tuple(tensor.shape)
 
-    def get(self, message: bytes) -> torch.Tensor:
-        name, shape = pickle.loads(message)
+    def get(self, message: Any) -> torch.Tensor:
+        name, shape = message
         if name not in self.segments:
             self.segments[name] = shared_memory.SharedMemory(name)
-            resource_tracker.unregister(f"/{name}", "shared_memory")
         return self._tensor(name, shape)
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -98,21 +96,22 @@ class Stored(Transport):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.store = self.make_store()
+        self.prefix = f"{config.run}.stage.1"
         self.number = 0
 
     def make_store(self) -> BlobStore:
         raise NotImplementedError
 
-    def put(self, tensor: torch.Tensor) -> bytes:
+    def put(self, tensor: torch.Tensor) -> Any:
         self.number += 1
-        ref = self.store.put(f"{self.config.run}.stage.1.{self.number}", {"hidden_states": tensor})
-        return ref.model_dump_json().encode()
+        ref = self.store.put(f"{self.prefix}.{self.number}", {"hidden_states": tensor})
+        return ref.to_json()
 
-    def get(self, message: bytes) -> torch.Tensor:
-        return self.store.get(BlobRef.model_validate_json(message))["hidden_states"]
+    def get(self, message: Any) -> torch.Tensor:
+        return self.store.get(BlobRef.from_json(message))["hidden_states"]
 
-    def free(self, message: bytes) -> None:
-        assert self.store.delete(BlobRef.model_validate_json(message))
+    def free(self, message: Any) -> None:
+        assert self.store.delete(BlobRef.from_json(message))
 
     def close(self) -> None:
         self.store.close()
@@ -144,23 +143,23 @@ class SafetensorsFile(Transport):
 
     number = 0
 
-    def put(self, tensor: torch.Tensor) -> bytes:
+    def put(self, tensor: torch.Tensor) -> Any:
         from safetensors.torch import save_file
 
         self.number += 1
         path = f"{SHM}/{self.config.run}-{self.number}.safetensors"
         save_file({"t": tensor}, path)
-        return path.encode()
+        return path
 
-    def get(self, message: bytes) -> torch.Tensor:
+    def get(self, message: Any) -> torch.Tensor:
         from safetensors import safe_open
 
-        with safe_open(message.decode(), framework="pt") as file:
+        with safe_open(message, framework="pt") as file:
             tensor: torch.Tensor = file.get_tensor("t")
         return tensor
 
-    def done(self, message: bytes) -> None:
-        Path(message.decode()).unlink()
+    def done(self, message: Any) -> None:
+        Path(message).unlink()
 
 
 class FreshSegment(Transport):
@@ -168,7 +167,7 @@ class FreshSegment(Transport):
 
     number = 0
 
-    def put(self, tensor: torch.Tensor) -> bytes:
+    def put(self, tensor: torch.Tensor) -> Any:
         self.number += 1
         name = f"{self.config.run}-{self.number}"
         segment = shared_memory.SharedMemory(name, create=True, size=tensor.nbytes)
@@ -176,15 +175,15 @@ class FreshSegment(Transport):
         torch.frombuffer(segment.buf, dtype=torch.float16, count=count).copy_(tensor.view(-1))
         segment.close()
         resource_tracker.unregister(f"/{name}", "shared_memory")
-        return pickle.dumps((name, tuple(tensor.shape)))
+        return name, tuple(tensor.shape)
 
-    def get(self, message: bytes) -> torch.Tensor:
-        name, shape = pickle.loads(message)
+    def get(self, message: Any) -> torch.Tensor:
+        name, shape = message
         self.segment = shared_memory.SharedMemory(name)
         count = shape[0] * shape[1]
         return torch.frombuffer(self.segment.buf, dtype=torch.float16, count=count).view(shape)
 
-    def done(self, message: bytes) -> None:
+    def done(self, message: Any) -> None:
         self.segment.unlink()
         self.segment.close()
 
@@ -201,15 +200,15 @@ class VllmOmni(Transport):
         assert config.vllm_omni is not None
         self.connector: Any = load_connector(Path(config.vllm_omni))({"stage_id": 0})
 
-    def put(self, tensor: torch.Tensor) -> bytes:
+    def put(self, tensor: torch.Tensor) -> Any:
         self.number += 1
         key = f"{self.config.run}-{self.number}"
         ok, _, metadata = self.connector.put("0", "1", key, {"t": tensor})
         assert ok
-        return pickle.dumps((key, metadata))
+        return key, metadata
 
-    def get(self, message: bytes) -> torch.Tensor:
-        key, metadata = pickle.loads(message)
+    def get(self, message: Any) -> torch.Tensor:
+        key, metadata = message
         value, _ = self.connector.get("0", "1", key, metadata)
         tensor: torch.Tensor = value["t"]
         return tensor

@@ -6,6 +6,7 @@ import abc
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 if TYPE_CHECKING:
@@ -31,6 +32,33 @@ class BlobRef(BaseModel):
     tensors: dict[str, str] = Field(
         default_factory=dict, description="For people: name -> 'float32[1,16,8,8]'."
     )
+
+    # A reference is made, written and read for every hop: the same as calling the class,
+    # `model_dump_json` and `model_validate_json`, without the options that those look at.
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> BlobRef:
+        """A reference with these fields.
+
+        Raises:
+            pydantic.ValidationError: they are not those of a reference.
+        """
+        ref: BlobRef = cls.__pydantic_validator__.validate_python(fields)
+        return ref
+
+    def to_json(self) -> bytes:
+        """All fields."""
+        return orjson.dumps(self.__dict__)
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> BlobRef:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            pydantic.ValidationError: not the JSON of a reference.
+        """
+        ref: BlobRef = cls.__pydantic_validator__.validate_json(text)
+        return ref
 
 
 class BlobStore(abc.ABC):

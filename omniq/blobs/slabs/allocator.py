@@ -11,11 +11,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from omniq.blobs.slabs import layout
-from omniq.blobs.slabs.layout import Names, Place
+from omniq.blobs.slabs.layout import Names
 from omniq.blobs.slabs.owner import Extent, OwnerLock, Slot
 from omniq.errors import BlobTooLarge, StoreFull
 
@@ -37,54 +37,50 @@ class Allocator:
         self._held = held or names.bytes_held
         self._lock = threading.Lock()
         self._owner: OwnerLock | None = None
+        #: Its first word changes whenever another process has freed something of this owner's.
+        self._bell: Sequence[int] = (0,)
         self._bell_heard = 0
         self._next_number = 0
-        self._extents: dict[int, Extent] = {}
+        self._extents: dict[str, Extent] = {}
         self._free: defaultdict[int, list[Slot]] = defaultdict(list)
         self._waiting: defaultdict[int, list[Slot]] = defaultdict(list)
-        self._live: dict[tuple[int, int], Slot] = {}
-
-    @property
-    def token(self) -> str | None:
-        """This owner's name; None before its first blob."""
-        return self._owner.token if self._owner else None
+        self._live: dict[str, Slot] = {}  # by place
 
     # -- the life of a slot ------------------------------------------------------------------
 
-    def claim(self, need: int) -> Slot:
-        """A slot of at least ``need`` bytes, for the caller to write and publish or abandon.
+    def claim(self, size: int) -> Slot:
+        """A slot for the caller to write, and to publish or abandon.
+
+        Args:
+            size: its bytes, as :func:`layout.slot_bytes` says; it may get a larger one.
 
         Raises:
             BlobTooLarge: no empty store could take it.
             StoreFull: no room now.
         """
-        size = layout.slot_bytes(need)
         with self._lock:
-            self._collect()
+            if self._bell[0] != self._bell_heard:
+                self._collect()
             free = self._free[size]
             slot = free.pop() if free else self._find(size)
-            extent = slot.extent
-            extent.busy += 1
-            extent.used = time.monotonic()
-            slot.generation += 1
+            slot.extent.busy += 1
             return slot
 
-    def publish(self, slot: Slot, length: int, blob_id: str) -> None:
-        """Make a written slot readable."""
-        with self._lock:
-            slot.publish(length, blob_id)
-            self._live[slot.extent.number, slot.index] = slot
+    def publish(self, slot: Slot, length: int, header_length: int, blob_id: str) -> None:
+        """Make a written slot readable; :mod:`omniq.blobs.slabs.layout` explains the lengths."""
+        slot.publish(length, header_length, blob_id)
+        self._live[slot.place] = slot  # in one step: needs no lock if all iterate over copies
 
     def abandon(self, slot: Slot) -> None:
         """Give back a claimed slot that was not published."""
         with self._lock:
             self._to_free(slot)
 
-    def free(self, place: Place) -> bool:
-        """Free an own blob; False if it is not (any longer) there."""
+    def free(self, place: str) -> bool:
+        """Free an own blob; False if there is none (any longer)."""
         with self._lock:
-            slot = self._live.get((place.extent, place.slot))
-            if slot is None or slot.place != place or slot.freed:
+            slot = self._live.get(place)
+            if slot is None or slot.freed:
                 return False
             slot.free()
             self._retire(slot)
@@ -92,23 +88,23 @@ class Allocator:
 
     def _retire(self, slot: Slot) -> None:
         """Move a live, freed slot on."""
-        del self._live[slot.extent.number, slot.index]
+        del self._live[slot.place]
         if slot.retire():
             self._to_free(slot)
         else:
             self._waiting[slot.extent.slot_bytes].append(slot)
 
     def _to_free(self, slot: Slot) -> None:
+        slot.renew()
         slot.extent.busy -= 1
+        slot.extent.used = time.monotonic()
         self._free[slot.extent.slot_bytes].append(slot)
 
     # -- finding room ------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Notice what other processes freed since they last rang."""
-        if self._owner is None or (rung := self._owner.bell()) == self._bell_heard:
-            return
-        self._bell_heard = rung
+        """Notice what other processes have freed."""
+        self._bell_heard = self._bell[0]
         for extent in self._extents.values():
             if (rung := extent.bell()) != extent.bell_heard:
                 extent.bell_heard = rung
@@ -116,7 +112,7 @@ class Allocator:
 
     def _collect_from(self, extent: Extent) -> None:
         for index in extent.freed_slots():
-            slot = self._live.get((extent.number, index))
+            slot = self._live.get(extent.slots[index].place)
             if slot is not None:  # else it waits for its readers already
                 self._retire(slot)
 
@@ -171,6 +167,7 @@ class Allocator:
             self._check_cap(more)
             if self._owner is None:
                 self._owner = OwnerLock(self._names)
+                self._bell = self._owner.bell
             extent = Extent(self._names, self._owner.token, self._next_number, size, slots)
         except OSError as exc:  # such as too many open files, or a folder of another user
             raise StoreFull(
@@ -184,7 +181,7 @@ class Allocator:
         except StoreFull:
             extent.remove()
             raise
-        self._extents[extent.number] = extent
+        self._extents[extent.name] = extent
         self._free[size].extend(reversed(extent.slots))
 
     def _check_cap(self, more: int) -> None:
@@ -199,9 +196,9 @@ class Allocator:
         """Delete extents that are wholly free and that ``which`` agrees to; returns their bytes."""
         gone = {n: e for n, e in self._extents.items() if not e.busy and which(e)}
         for size in {e.slot_bytes for e in gone.values()}:
-            self._free[size] = [s for s in self._free[size] if s.extent.number not in gone]
-        for number, extent in gone.items():
-            del self._extents[number]
+            self._free[size] = [s for s in self._free[size] if s.extent.name not in gone]
+        for name, extent in gone.items():
+            del self._extents[name]
             extent.remove()
         return sum(e.size for e in gone.values())
 
@@ -213,18 +210,18 @@ class Allocator:
         Returns:
             The bytes given back.
         """
-        before = time.monotonic() - idle
         with self._lock:
             for extent in self._extents.values():
                 self._collect_from(extent)
             for size in list(self._waiting):
                 self._recycle(size)
+            before = time.monotonic() - idle
             return self._drop(lambda extent: extent.used <= before)
 
-    def live(self) -> list[tuple[str, Place, int]]:
+    def live(self) -> list[tuple[str, str, int]]:
         """Id, place and length of each own blob that nobody freed."""
         with self._lock:
-            slots = [s for s in self._live.values() if not s.freed]
+            slots = [s for s in list(self._live.values()) if not s.freed]
             return [(s.blob_id, s.place, s.length) for s in slots]
 
     def stats(self) -> dict[str, Any]:
@@ -244,9 +241,9 @@ class Allocator:
         with self._lock:
             if self._owner is None:
                 return
-            needed = {number for number, _ in self._live}
-            for number, extent in self._extents.items():
-                if number in needed:
+            needed = {slot.extent.name for slot in list(self._live.values())}
+            for name, extent in self._extents.items():
+                if name in needed:
                     extent.close()
                 else:
                     extent.remove()
@@ -266,7 +263,7 @@ class Allocator:
         self._reset()
 
     def _reset(self) -> None:
-        self._owner, self._bell_heard, self._next_number = None, 0, 0
+        self._owner, self._bell, self._bell_heard, self._next_number = None, (0,), 0, 0
         self._extents.clear()
         self._free.clear()
         self._waiting.clear()

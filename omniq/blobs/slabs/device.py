@@ -13,8 +13,6 @@ import logging
 import threading
 from typing import TYPE_CHECKING
 
-from omniq.blobs.slabs import memory
-
 if TYPE_CHECKING:
     from omniq.blobs.codec import Layout
     from omniq.blobs.slabs.owner import Extent
@@ -36,7 +34,7 @@ def _register(extent: Extent) -> None:
     import torch  # noqa: PLC0415 - whoever has a CUDA tensor has it
 
     runtime = torch.cuda.cudart()
-    start = memory.address(extent.map)
+    start = extent.address
     error = runtime.cudaHostRegister(start, extent.size, 0)
     if error != runtime.cudaError.success:
         # Such as a limit on locked memory. Copies go through the driver's buffer then.

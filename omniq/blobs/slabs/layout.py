@@ -17,7 +17,6 @@ import mmap
 import re
 import secrets
 from pathlib import Path
-from typing import NamedTuple
 
 PAGE = mmap.PAGESIZE
 LINE = 64
@@ -41,35 +40,32 @@ FREED = 1
 LENGTH = 2
 #: Bytes of the blob's id (ASCII), which follows the blob; it tells the sweep whose blob it is.
 ID_LENGTH = 3
+#: How many of the blob's first bytes say how its tensors lie in the rest.
+HEADER_LENGTH = 4
 
+#: Room for the blob's id that every slot has; the id is not longer (:class:`BlobRef`).
+MAX_ID_BYTES = 200
+
+_EXTENT_NAME = re.compile(r"[0-9a-z]+\.[0-9]+")
 _LARGEST_POWER_SLOT = 4 * PAGE
 _STEPS = 4
 _EXTENT_MIN = 1 << 20
 _EXTENT_MAX = 64 << 20
 
 
-class Place(NamedTuple):
-    """Where one blob lies; as text in ``BlobRef.place``."""
+def place_of(extent: str, slot: int, generation: int) -> str:
+    """Where one blob lies, for ``BlobRef.place``; ``extent`` is ``<token>.<n>``."""
+    return f"{extent}.{slot}.{generation}"
 
-    token: str
-    extent: int
-    slot: int
-    generation: int
 
-    def __str__(self) -> str:
-        return f"{self.token}.{self.extent}.{self.slot}.{self.generation}"
+def parse_place(text: str) -> tuple[str, int, int]:
+    """Extent, slot and generation; whether there is such an extent is another question.
 
-    @classmethod
-    def parse(cls, text: str) -> Place:
-        """The inverse of ``str()``.
-
-        Raises:
-            ValueError: not a place.
-        """
-        token, extent, slot, generation = text.split(".")
-        if not token.isalnum():  # it becomes part of a file name
-            raise ValueError(f"not a place: {text!r}")
-        return cls(token, int(extent), int(slot), int(generation))
+    Raises:
+        ValueError: not a place.
+    """
+    extent, slot, generation = text.rsplit(".", 2)
+    return extent, int(slot), int(generation)
 
 
 class Names:
@@ -85,9 +81,15 @@ class Names:
         """Path of an owner's lock file."""
         return f"{self._prefix}{token}.lock"
 
-    def extent(self, token: str, number: int) -> str:
-        """Path of an owner's extent."""
-        return f"{self._prefix}{token}.{number}"
+    def extent(self, name: str) -> str:
+        """Path of the extent of that name (``<token>.<n>``).
+
+        Raises:
+            ValueError: no extent can have that name; it may come out of a message.
+        """
+        if not _EXTENT_NAME.fullmatch(name):
+            raise ValueError(f"not an extent: {name!r}")
+        return self._prefix + name
 
     def scan(self) -> dict[str, list[str]]:
         """What is there: by owner token the last parts of its names (``lock``, ``0``, ``1``)."""

@@ -13,30 +13,26 @@ import fcntl
 import os
 import struct
 
+SHARED, EXCLUSIVE = fcntl.F_RDLCK, fcntl.F_WRLCK
+
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: l_type, l_whence, l_start, l_len, l_pid = 0
 
 
-def try_share(fd: int, byte: int) -> bool:
-    """Take a shared lock on one byte; False while another description holds it exclusively."""
-    return _set(fd, fcntl.F_RDLCK, byte)
+def take(fd: int, kind: int, byte: int) -> bool:
+    """Take or change this description's lock on one byte; ``kind`` is SHARED or EXCLUSIVE.
 
-
-def try_exclude(fd: int, byte: int) -> bool:
-    """Take an exclusive lock on one byte; False while another description holds any lock on it."""
-    return _set(fd, fcntl.F_WRLCK, byte)
-
-
-def unlock(fd: int, byte: int) -> None:
-    """Drop this description's lock on one byte."""
-    _set(fd, fcntl.F_UNLCK, byte)
-
-
-def _set(fd: int, kind: int, byte: int) -> bool:
+    False while another description holds one that does not go with it.
+    """
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
     except (BlockingIOError, PermissionError):  # EAGAIN, EACCES: the two ways to say "held"
         return False
     return True
+
+
+def drop(fd: int, byte: int) -> None:
+    """Drop this description's lock on one byte."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
 
 
 def try_flock(fd: int) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from omniq.blobs.slabs import layout, locks, memory
-from omniq.blobs.slabs.layout import Names, Place
+from omniq.blobs.slabs.layout import Names
 from omniq.errors import StoreFull
 
 
@@ -28,16 +28,12 @@ class OwnerLock:
                 if locks.try_flock(self._fd) and os.fstat(self._fd).st_nlink:
                     memory.reserve(self._fd, layout.PAGE)
                     self._map = mmap.mmap(self._fd, layout.PAGE)
-                    self._words = memoryview(self._map).cast("Q")
+                    self.bell = memoryview(self._map).cast("Q")
                     return
             except StoreFull:
                 self.remove()
                 raise
             os.close(self._fd)
-
-    def bell(self) -> int:
-        """Changes whenever another process has freed something of this owner's."""
-        return self._words[0]
 
     def forget(self) -> None:
         """Close the file, which unlocks it unless a parent or child process holds it too."""
@@ -52,27 +48,30 @@ class OwnerLock:
 class Slot:
     """One slot as its owner knows it; made once and reused."""
 
-    __slots__ = ("_line", "blob_id", "extent", "generation", "index", "view")
+    __slots__ = ("_line", "address", "blob_id", "extent", "generation", "index", "place", "view")
 
     def __init__(self, extent: Extent, index: int) -> None:
         self.extent, self.index = extent, index
         self._line = layout.line(index)
         start = extent.data_start + index * extent.slot_bytes
         self.view = extent.buffer[start : start + extent.slot_bytes]
+        self.address = extent.address + start
         self.generation = 0
         self.blob_id = ""
+        self.renew()
 
-    @property
-    def place(self) -> Place:
-        """Where the slot's present blob lies."""
-        return Place(self.extent.token, self.extent.number, self.index, self.generation)
+    def renew(self) -> None:
+        """Get ready for the next blob, which lies at a place of its own."""
+        self.generation += 1
+        self.place = layout.place_of(self.extent.name, self.index, self.generation)
 
-    def publish(self, length: int, blob_id: str) -> None:
+    def publish(self, length: int, header_length: int, blob_id: str) -> None:
         """Make the blob that was written to ``view`` readable."""
         name = blob_id.encode("ascii")
         self.view[length : length + len(name)] = name
         words, line = self.extent.words, self._line
         words[line + layout.LENGTH] = length
+        words[line + layout.HEADER_LENGTH] = header_length
         words[line + layout.ID_LENGTH] = len(name)
         words[line + layout.LIVE] = self.generation
         self.blob_id = blob_id
@@ -98,10 +97,10 @@ class Slot:
         that comes later finds no blob.
         """
         fd = self.extent.fd
-        if not locks.try_exclude(fd, self.index):
+        if not locks.take(fd, locks.EXCLUSIVE, self.index):
             return False
         self.extent.words[self._line + layout.LIVE] = 0
-        locks.unlock(fd, self.index)
+        locks.drop(fd, self.index)
         self.blob_id = ""
         return True
 
@@ -109,15 +108,15 @@ class Slot:
 class Extent:
     """A file of equal slots, reserved and faulted in when it is made.
 
-    ``busy`` counts slots that are not on a free list; ``used`` is when one was last taken.
+    ``busy`` counts slots that are not on a free list; ``used`` is when one last came back to it.
 
     Raises:
         StoreFull: tmpfs has no room.
     """
 
     def __init__(self, names: Names, token: str, number: int, slot_bytes: int, slots: int) -> None:
-        self.token, self.number, self.slot_bytes = token, number, slot_bytes
-        self.path = names.extent(token, number)
+        self.name, self.slot_bytes = f"{token}.{number}", slot_bytes
+        self.path = names.extent(self.name)
         self.data_start = layout.header_bytes(slots)
         self.size = self.data_start + slots * slot_bytes
         self.slots: list[Slot] = []
@@ -132,6 +131,7 @@ class Extent:
         except BaseException:
             self.remove()
             raise
+        self.address = memory.address(self.map)
         self.buffer = memoryview(self.map)
         self.words = self.buffer.cast("Q")
         self._lines = np.frombuffer(self.map, np.uint64, (1 + slots) * layout.WORDS_PER_LINE)

@@ -18,11 +18,14 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from omniq.blobs.slabs import layout, locks, memory
-from omniq.blobs.slabs.layout import Names, Place
+from omniq.blobs.slabs.layout import Names
 from omniq.errors import BlobCorrupt, BlobError, BlobNotFound
+
+#: The array over a slot that every view of its blob keeps alive.
+Holder: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
 #: Mapped extents that are kept for the next blob; each costs two file descriptors.
 MAX_MAPPED = 128
@@ -32,7 +35,7 @@ MAX_MAPPED = 128
 class _Mapped:
     """One extent in this process."""
 
-    key: tuple[str, int]
+    name: str
     fd: int
     map: mmap.mmap
     words: memoryview
@@ -40,10 +43,12 @@ class _Mapped:
     data_start: int
     slot_bytes: int
     slots: int
-    holder_type: type[ctypes.Array[ctypes.c_char]]
+    holder_type: type[Holder]
     #: Slot -> [pins, page faults of this process before the first of them]. Locks of one
     #: description do not count how often they were taken, so this does.
     pins: dict[int, list[int]] = field(default_factory=dict)
+    #: Whether its pages were faulted in.
+    populated: bool = False
     #: No longer kept for other blobs; its descriptor is closed with the last pin.
     retired: bool = False
 
@@ -58,7 +63,9 @@ class Readers:
     def __init__(self, names: Names, max_mapped: int = MAX_MAPPED) -> None:
         self._names, self._max_mapped = names, max_mapped
         self._lock = threading.Lock()
-        self._mapped: OrderedDict[tuple[str, int], _Mapped] = OrderedDict()
+        self._mapped: OrderedDict[str, _Mapped] = OrderedDict()
+        #: Page faults when a pin was last dropped: not more than when the next one is taken.
+        self._faults = memory.page_faults()
         self._holders: dict[int, tuple[weakref.ref[Any], _Pin]] = {}  # by id of the weakref
         self._dropped: deque[_Pin] = deque()
         # Made once: a bound method made anew for every holder costs more than the call.
@@ -66,11 +73,11 @@ class Readers:
 
     # -- reading -----------------------------------------------------------------------------
 
-    def open(self, place: Place, length: int) -> ctypes.Array[ctypes.c_char]:
-        """Pin a blob and return its holder, an array over the slot: the first ``length`` bytes
-        are the blob's.
+    def open(self, place: str, length: int) -> tuple[Holder, int]:
+        """Pin a blob; return its holder, and how many of the blob's first bytes are its header.
 
-        Whoever writes to it writes to private copies of its pages, which vanish with the holder.
+        The holder is an array over the slot, whose first ``length`` bytes are the blob. Whoever
+        writes to it writes to private copies of its pages, which vanish with the last view.
 
         Raises:
             BlobNotFound: the blob is not (or no longer) there.
@@ -78,40 +85,43 @@ class Readers:
         """
         try:
             with self._lock:
-                mapped = self._pin(place)
+                pin = mapped, slot = self._pin(place)
         finally:
             if self._dropped:
                 self._drain()
-        pin = (mapped, place.slot)
         try:
-            if mapped.words[layout.line(place.slot) + layout.LENGTH] != length:
+            line = (1 + slot) * layout.WORDS_PER_LINE
+            if mapped.words[line + layout.LENGTH] != length:
                 raise BlobCorrupt(f"the blob at {place} has not the {length} bytes it should have")
-            start = mapped.data_start + place.slot * mapped.slot_bytes
+            if not mapped.populated:  # whoever only frees need not wait for that
+                memory.populate(mapped.map, memory.MADV_POPULATE_READ)
+                mapped.populated = True
+            start = mapped.data_start + slot * mapped.slot_bytes
             holder = mapped.holder_type.from_buffer(mapped.map, start)
             ref = weakref.ref(holder, self._on_death)
             self._holders[id(ref)] = ref, pin
         except BaseException:
             self._let_go(pin)
             raise
-        return holder
+        return holder, mapped.words[line + layout.HEADER_LENGTH]
 
-    def free(self, place: Place) -> bool:
+    def free(self, place: str) -> bool:
         """Mark another owner's blob as freed; False if it is not (any longer) there."""
         try:
             with self._lock:
-                mapped = self._pin(place)
+                mapped, slot = self._pin(place)
                 # The pin keeps the owner from going on to a later generation meanwhile, whose
                 # FREED this write could otherwise undo.
-                word = layout.line(place.slot) + layout.FREED
-                _store(mapped.fd, word, place.generation)
-                self._unpin(mapped, place.slot)
+                line = layout.line(slot)
+                _store(mapped.fd, line + layout.FREED, mapped.words[line + layout.LIVE])
+                self._unpin(mapped, slot, viewed=False)
                 _store(mapped.fd, layout.WORD_BELL, secrets.randbits(64))
         except BlobNotFound:
             return False
         finally:
             if self._dropped:
                 self._drain()
-        self._ring(place.token)
+        self._ring(mapped.name.partition(".")[0])
         return True
 
     def _ring(self, token: str) -> None:
@@ -126,36 +136,46 @@ class Readers:
 
     # -- pins --------------------------------------------------------------------------------
 
-    def _pin(self, place: Place) -> _Mapped:
-        mapped = self._find(place)
-        pins = mapped.pins.get(place.slot)
+    def _pin(self, place: str) -> _Pin:
+        try:
+            name, slot, generation = layout.parse_place(place)
+        except ValueError:
+            raise _not_found(place) from None
+        mapped = self._mapped.get(name) or self._map(name)
+        if not 0 <= slot < mapped.slots:
+            raise _not_found(place)
+        pins = mapped.pins.get(slot)
         if pins is not None:
             pins[0] += 1
         # The owner excludes readers only for the moment in which it takes a freed blob out.
-        elif locks.try_share(mapped.fd, place.slot):
-            mapped.pins[place.slot] = [1, memory.page_faults()]
+        elif locks.take(mapped.fd, locks.SHARED, slot):
+            mapped.pins[slot] = [1, self._faults]
         else:
             raise _not_found(place)
-        line = layout.line(place.slot)
-        live, freed = mapped.words[line + layout.LIVE], mapped.words[line + layout.FREED]
-        if live != place.generation or freed == place.generation:
-            self._unpin(mapped, place.slot)
+        line = (1 + slot) * layout.WORDS_PER_LINE
+        words = mapped.words
+        if words[line + layout.LIVE] != generation or words[line + layout.FREED] == generation:
+            self._unpin(mapped, slot, viewed=False)
             raise _not_found(place)
-        return mapped
+        self._mapped.move_to_end(name)
+        return mapped, slot
 
-    def _unpin(self, mapped: _Mapped, slot: int) -> None:
+    def _unpin(self, mapped: _Mapped, slot: int, *, viewed: bool = True) -> None:
         pins = mapped.pins[slot]
         pins[0] -= 1
         if pins[0]:
             return
         del mapped.pins[slot]
-        try:
-            if memory.page_faults() != pins[1]:  # each private copy is one; often there is none
-                start = mapped.data_start + slot * mapped.slot_bytes
+        # Each private copy was a page fault. A process that computes has others, one that only
+        # copies to a device has none.
+        self._faults = memory.page_faults()
+        if viewed and self._faults != pins[1]:
+            start = mapped.data_start + slot * mapped.slot_bytes
+            try:
                 memory.drop_private_copies(mapped.map, mapped.address, start, mapped.slot_bytes)
-        except OSError:  # such as memory that mlockall() holds: this mapping shows no other blob
-            self._retire(mapped)
-        locks.unlock(mapped.fd, slot)
+            except OSError:  # such as memory that mlockall() holds: this mapping is spoilt
+                self._retire(mapped)
+        locks.drop(mapped.fd, slot)
         if mapped.retired and not mapped.pins:
             os.close(mapped.fd)
 
@@ -180,26 +200,14 @@ class Readers:
 
     # -- mapped extents ----------------------------------------------------------------------
 
-    def _find(self, place: Place) -> _Mapped:
-        key = place.token, place.extent
-        mapped = self._mapped.get(key)
-        if mapped is None:
-            mapped = self._mapped[key] = self._map(place)
-            self._forget_oldest()
-        else:
-            self._mapped.move_to_end(key)
-        if not 0 <= place.slot < mapped.slots:
-            raise _not_found(place)
-        return mapped
-
-    def _map(self, place: Place) -> _Mapped:
+    def _map(self, name: str) -> _Mapped:
         try:
-            fd = os.open(self._names.extent(place.token, place.extent), os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise _not_found(place) from None
+            fd = os.open(self._names.extent(name), os.O_RDWR | os.O_CLOEXEC)
+        except (FileNotFoundError, ValueError):
+            raise _not_found(name) from None
         except PermissionError as exc:
             raise BlobError(
-                f"the blob at {place} belongs to another user: {exc}",
+                f"shared memory {name} belongs to another user: {exc}",
                 hint="run all workers of one host as one user, or set OMNIQ_BLOB_STORE=redis",
             ) from exc
         try:
@@ -210,13 +218,12 @@ class Readers:
             slot_bytes, slots = words[layout.WORD_SLOT_BYTES], words[layout.WORD_SLOTS]
             data_start = layout.header_bytes(slots)
             if (words[layout.WORD_MAGIC], data_start + slots * slot_bytes) != (layout.MAGIC, size):
-                raise BlobCorrupt(f"{place.token}.{place.extent} is not an extent of this version")
-            memory.populate(mapping, memory.MADV_POPULATE_READ)
+                raise BlobCorrupt(f"{name} is not an extent of this version")
         except BaseException:
             os.close(fd)
             raise
-        return _Mapped(
-            key=(place.token, place.extent),
+        mapped = self._mapped[name] = _Mapped(
+            name=name,
             fd=fd,
             map=mapping,
             words=words,
@@ -226,12 +233,14 @@ class Readers:
             slots=slots,
             holder_type=ctypes.c_char * slot_bytes,
         )
+        self._forget_oldest()
+        return mapped
 
     def _retire(self, mapped: _Mapped) -> None:
         """Keep an extent no longer than its views need it."""
         if not mapped.retired:
             mapped.retired = True
-            del self._mapped[mapped.key]
+            del self._mapped[mapped.name]
 
     def _unmap(self, mapped: _Mapped) -> None:
         if not mapped.pins:
@@ -268,9 +277,9 @@ class Readers:
         self._drain()
 
     def forget(self) -> None:
-        """For a forked child: let go of the parent's pins without dropping them.
+        """For a forked child, and for the end: let go of all pins without dropping them.
 
-        Views that the child inherited stay as safe as the parent's own, no longer: the parent
+        Views that a child inherited stay as safe as the parent's own, no longer: the parent
         unpins when its views die.
         """
         self._lock = threading.Lock()  # another thread may have held it when the process forked
@@ -285,5 +294,5 @@ def _store(fd: int, word: int, value: int) -> None:
     os.pwrite(fd, value.to_bytes(8, sys.byteorder), word * 8)
 
 
-def _not_found(place: Place) -> BlobNotFound:
+def _not_found(place: str) -> BlobNotFound:
     return BlobNotFound(f"no blob at {place} in shared memory (any more)")

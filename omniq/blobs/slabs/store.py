@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omniq.blobs import codec
 from omniq.blobs.base import BlobRef, BlobStore
-from omniq.blobs.slabs import device
 from omniq.blobs.slabs.allocator import Allocator
-from omniq.blobs.slabs.layout import Names, Place
+from omniq.blobs.slabs.layout import Names
 from omniq.blobs.slabs.readers import Readers
 from omniq.blobs.slabs.sweep import sweep
-from omniq.errors import BlobNotFound
 
 if TYPE_CHECKING:
     import torch
+
+    from omniq.blobs.slabs.forms import Forms, Views
 
 #: Extents unused for so many seconds go back to the system.
 IDLE_SECONDS = 30.0
@@ -62,23 +63,24 @@ class SlabStore(BlobStore):
             BlobTooLarge: larger than all shared memory that the namespace may hold.
             StoreFull: no room now.
         """
-        plan = codec.plan(tensors)
-        slot = self._allocator.claim(plan.nbytes + len(blob_id))
+        form = self._forms.of(tensors)
+        slot = self._allocator.claim(form.slot_bytes)
         try:
-            device.prepare(plan, slot.extent)
-            plan.write_into(slot.view)
-            ref = BlobRef(
-                id=blob_id,
-                store=self.name,
-                host=self._host,
-                nbytes=plan.nbytes,
-                place=str(slot.place),
-                tensors=plan.described,
+            form.write(tensors, slot)
+            ref = BlobRef.from_fields(
+                {
+                    "id": blob_id,
+                    "store": "shm",
+                    "host": self._host,
+                    "nbytes": form.nbytes,
+                    "place": slot.place,
+                    "tensors": form.described,
+                }
             )
         except BaseException:
             self._allocator.abandon(slot)
             raise
-        self._allocator.publish(slot, plan.nbytes, blob_id)
+        self._allocator.publish(slot, form.nbytes, form.header_bytes, blob_id)
         return ref
 
     def get(self, ref: BlobRef) -> dict[str, torch.Tensor]:
@@ -88,7 +90,8 @@ class SlabStore(BlobStore):
             BlobNotFound: freed, or its owner died and its job ended.
             BlobCorrupt: length or header do not fit.
         """
-        return codec.parse(self._open(ref))
+        holder, header_bytes = self._readers.open(ref.place or "", ref.nbytes)
+        return self._views.tensors(holder, header_bytes, ref.nbytes)
 
     def buffer(self, ref: BlobRef) -> memoryview:
         """The bytes of a blob where they lie, read-only; they stay while the view lives.
@@ -96,26 +99,30 @@ class SlabStore(BlobStore):
         Raises:
             BlobNotFound, BlobCorrupt: as :meth:`get`.
         """
-        return self._open(ref).toreadonly()
+        holder, _ = self._readers.open(ref.place or "", ref.nbytes)
+        return memoryview(holder).cast("B")[: ref.nbytes].toreadonly()
 
-    def _open(self, ref: BlobRef) -> memoryview:
-        holder = self._readers.open(_place(ref), ref.nbytes)
-        return memoryview(holder).cast("B")[: ref.nbytes]
+    @cached_property
+    def _forms(self) -> Forms:
+        from omniq.blobs.slabs.forms import Forms  # noqa: PLC0415 - imports torch
+
+        return Forms()
+
+    @cached_property
+    def _views(self) -> Views:
+        from omniq.blobs.slabs.forms import Views  # noqa: PLC0415 - imports torch
+
+        return Views()
 
     def delete(self, ref: BlobRef) -> bool:
         """Free a blob of any process; its slot is reused once nobody reads it."""
-        try:
-            place = _place(ref)
-        except BlobNotFound:
-            return False
-        if place.token == self._allocator.token:
-            return self._allocator.free(place)
-        return self._readers.free(place)
+        place = ref.place or ""
+        return self._allocator.free(place) or self._readers.free(place)
 
     def own(self) -> list[BlobRef]:
         """References to the blobs that this process wrote and nobody freed."""
         return [
-            BlobRef(id=blob_id, store=self.name, host=self._host, nbytes=nbytes, place=str(place))
+            BlobRef(id=blob_id, store=self.name, host=self._host, nbytes=nbytes, place=place)
             for blob_id, place, nbytes in self._allocator.live()
         ]
 
@@ -153,13 +160,6 @@ class SlabStore(BlobStore):
         self._readers.forget()
 
 
-def _place(ref: BlobRef) -> Place:
-    try:
-        return Place.parse(ref.place or "")
-    except ValueError:
-        raise BlobNotFound(f"blob {ref.id} is in no slot of shared memory") from None
-
-
 _stores: weakref.WeakSet[SlabStore] = weakref.WeakSet()
 
 
@@ -169,4 +169,11 @@ def _in_forked_child() -> None:
         store._forget()
 
 
+def _at_exit() -> None:
+    """Have views that die after this, with the modules around them, do nothing."""
+    for store in list(_stores):
+        store._readers.forget()
+
+
 os.register_at_fork(after_in_child=_in_forked_child)
+atexit.register(_at_exit)

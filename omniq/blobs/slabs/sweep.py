@@ -38,7 +38,7 @@ def sweep(names: Names, wanted: Callable[[str], bool]) -> int:
             for part in parts:
                 if part == "lock":
                     continue
-                path = Path(names.extent(token, int(part)))
+                path = Path(names.extent(f"{token}.{part}"))
                 blobs = blob_ids(path)
                 if any(wanted(blob_id) for blob_id in blobs):
                     kept = True

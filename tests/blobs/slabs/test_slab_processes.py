@@ -15,7 +15,7 @@ from slab_players import SHM, SlabStore, filled, make_store, number_in
 from support import wait_until
 
 from omniq.blobs.base import BlobRef
-from omniq.blobs.slabs import locks
+from omniq.blobs.slabs import layout, locks
 from omniq.errors import BlobNotFound
 
 SIZES = [8, 4000, 70_000, 1 << 20]
@@ -101,10 +101,10 @@ def test_a_killed_reader_unpins(namespace: str) -> None:
 
 def pinned(store: SlabStore, ref: BlobRef) -> bool:
     """Whether any other reader has the blob pinned."""
-    _, extent, slot, _ = ref.place.split(".")
-    fd = store._allocator._extents[int(extent)].fd
-    if free := locks.try_exclude(fd, int(slot)):
-        locks.unlock(fd, int(slot))
+    extent, slot, _ = layout.parse_place(ref.place)
+    fd = store._allocator._extents[extent].fd
+    if free := locks.take(fd, locks.EXCLUSIVE, slot):
+        locks.drop(fd, slot)
     return not free
 
 
