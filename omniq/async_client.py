@@ -32,9 +32,8 @@ BLOCK = 1.0
 """Seconds between looks at the processes while nothing happens."""
 PATIENCE = 30.0
 """Seconds a broker may be away while a result is awaited: jobs outlive its restart."""
-MAX_LISTENERS = 64
-"""Results awaited by a blocking read, each on a connection of its own; more of them are polled."""
 POLL = 0.2
+"""Seconds between tries while the broker is away."""
 MAX_SUBMITS = 16
 """Requests being published at the same time."""
 
@@ -75,7 +74,6 @@ class AsyncOmniLLM:
         self._store: JobStore | None = None
         self._bound = False
         self._starting = asyncio.Lock()
-        self._listeners = asyncio.Semaphore(MAX_LISTENERS)
         self._submits = asyncio.Semaphore(MAX_SUBMITS)
 
     async def start(self) -> None:
@@ -245,13 +243,8 @@ class AsyncOmniLLM:
         Raises:
             JobNotFound, JobFailed, NotReady, BrokerUnavailable: as :meth:`generate`.
         """
-        if self._listeners.locked():
-            while not (await self._patiently(job_id)).state.final:  # noqa: ASYNC110 - state is remote
-                await asyncio.sleep(POLL)
-        else:
-            async with self._listeners:
-                async for _ in self._events(job_id):
-                    pass
+        async for _ in self._events(job_id):
+            pass
         output = await self._output(await self._patiently(job_id))
         if raise_on_error:
             output.raise_for_state()
@@ -290,6 +283,8 @@ class AsyncOmniLLM:
         artifacts: dict[str, Artifact] = {}
         if record.state.final:
             for name, info in record.artifacts.items():
+                if info.is_chunk:  # the whole is there too
+                    continue
                 data, _ = await store.get_artifact(record.id, name)
                 artifacts[name] = Artifact(name, info.content_type, data, info.meta)
         return OmniRequestOutput.from_record(record, self.config, artifacts)

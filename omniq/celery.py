@@ -35,9 +35,15 @@ def celery_priority(priority: int) -> int:
     return PRIORITIES[-1] - priority
 
 
+def queue_key(queue: str, priority: int) -> str:
+    """The Redis list that holds one queue's messages of one of Celery's priorities."""
+    priority = min(max(priority, PRIORITIES[0]), PRIORITIES[-1])
+    return f"{queue}{PRIORITY_SEPARATOR}{priority}" if priority else queue
+
+
 def queue_keys(queue: str) -> list[str]:
     """The Redis lists that hold one queue's messages, one per priority, first served first."""
-    return [f"{queue}{PRIORITY_SEPARATOR}{p}" if p else queue for p in PRIORITIES]
+    return [queue_key(queue, p) for p in PRIORITIES]
 
 
 def configuration(settings: Settings) -> dict[str, Any]:
@@ -59,7 +65,7 @@ def configuration(settings: Settings) -> dict[str, Any]:
         "task_default_priority": PRIORITIES[0],
         "task_inherit_parent_priority": True,
         "control_exchange": f"{namespace}.pidbox",
-        "event_exchange": f"{namespace}.events",
+        "event_exchange": keys.event_exchange(),
         "event_queue_prefix": f"{namespace}.events",
         # -- delivery ---------------------------------------------------------------------------
         "task_acks_late": True,
@@ -121,6 +127,8 @@ class OmniqCelery(Celery):
     #: Set by the worker process that has an engine: what runs stage tasks, and the engine's life.
     stage_runner: StageRunner | None = None
     service: Any = None
+    #: Whether publishers announce each task by an event.
+    announces: bool = True
     _settings: Settings | None = None
 
     @cached_property
@@ -138,6 +146,7 @@ class OmniqCelery(Celery):
         settings = get_settings()
         if settings is not self._settings:
             self.conf.update(configuration(settings))
+            self.announces = bool(self.conf.task_send_sent_event)
             # Whatever was built from the old settings: pools of connections, queue tables, mailbox.
             self._pool = None
             self._backend_cache = None

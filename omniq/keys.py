@@ -24,6 +24,11 @@ def control_queue() -> str:
     return f"{_ns()}.{CONTROL_QUEUE_SUFFIX}"
 
 
+def event_exchange() -> str:
+    """Exchange of Celery's events."""
+    return f"{_ns()}.events"
+
+
 def job(job_id: str) -> str:
     """Hash: the job's record."""
     return f"{_ns()}:job:{{{job_id}}}"
@@ -37,6 +42,21 @@ def job_events(job_id: str) -> str:
 def job_blobs(job_id: str) -> str:
     """Set: JSON references of the blobs the job holds."""
     return f"{_ns()}:job:{{{job_id}}}:blobs"
+
+
+def job_streams(job_id: str) -> str:
+    """Set: keys of the job's chunk streams and of their readers' positions."""
+    return f"{_ns()}:job:{{{job_id}}}:streams"
+
+
+def stream(job_id: str, stage: str, output: str) -> str:
+    """Stream: the chunks of one output of a running stage."""
+    return f"{_ns()}:job:{{{job_id}}}:stream:{stage}.{output}"
+
+
+def stream_taken(job_id: str, stage: str, output: str, reader: str) -> str:
+    """Stream of one entry: how many chunks the stage ``reader`` has done with."""
+    return f"{_ns()}:job:{{{job_id}}}:taken:{stage}.{output}:{reader}"
 
 
 def artifact(job_id: str, name: str, fence: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -18,6 +19,7 @@ from redis.exceptions import (
 )
 
 from omniq.errors import BrokerUnavailable
+from omniq.redis_line import Line
 from omniq.settings import get_settings
 
 #: A ``redis.asyncio.Redis`` that answers bytes. redis-py types each answer as a union over
@@ -31,21 +33,75 @@ MAX_CONNECTIONS = 10_000
 UNAVAILABLE = (ConnectionError, TimeoutError, BusyLoadingError, OutOfMemoryError, ReadOnlyError)
 
 
+SHARED_LINE = frozenset({"EVALSHA", "HGET", "HGETALL", "PING", "SCRIPT LOAD"})
+"""Commands of all tasks that go over one connection: short to carry out, with short answers."""
+
+
+class _Redis(redis.asyncio.Redis):
+    """A redis-py client whose commonest commands go over one shared :class:`Line`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._line = line(self, on_lost=self._renew_pool)
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        """See redis-py."""
+        name = args[0]
+        if name not in SHARED_LINE:
+            return await super().execute_command(*args, **options)
+        if name == "SCRIPT LOAD":
+            return (await self._line.ask("SCRIPT", "LOAD", *args[1:])).decode()
+        answer = await self._line.ask(*args)
+        return answer == b"PONG" if name == "PING" else answer
+
+    def _renew_pool(self, reason: Exception) -> None:
+        # What ended the line has ended the idle connections of the pool too, but they notice only
+        # when they are used next, and fail.
+        self._renewing = asyncio.create_task(self.connection_pool.disconnect(False))
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        """See redis-py."""
+        self._line.close()
+        if self._renewing is not None:
+            await self._renewing
+        await super().aclose(close_connection_pool)
+
+
 def connect(*, blocking: float | None = None) -> Client:
     """A client with its own pool; nothing is sent before first use.
 
     Commands fail within ~2 s when the server does not answer. ``blocking`` allows commands that
     wait that many seconds on the server.
     """
-    return redis.asyncio.Redis.from_url(
-        get_settings().redis_url,
+    url = get_settings().redis_url
+    return _Redis.from_url(
+        url,
         socket_timeout=COMMAND_TIMEOUT + (blocking or 0.0),
         socket_connect_timeout=CONNECT_TIMEOUT,
-        socket_keepalive=True,
+        **keepalive(url),
         max_connections=MAX_CONNECTIONS,
-        # Never repeated blindly: a script whose answer was lost may have run. The first command on
-        # a connection that died while idle fails; workers and the API's probe live with that.
+        # Never repeated blindly: a script whose answer was lost may have run.
         retry=AsyncRetry(NoBackoff(), 0),
+    )
+
+
+def keepalive(url: str) -> dict[str, bool]:
+    """redis-py's option for connections over a network; its Unix sockets do not take it."""
+    return {} if url.startswith("unix:") else {"socket_keepalive": True}
+
+
+def line(client: Client, **options: Any) -> Line:
+    """A connection of its own to the server of ``client``, for many tasks at once.
+
+    Args:
+        options: ``greeting``, ``on_push`` and ``on_lost`` of :class:`Line`.
+    """
+    return Line(
+        client.connection_pool,
+        command_timeout=COMMAND_TIMEOUT,
+        connect_timeout=CONNECT_TIMEOUT,
+        **options,
     )
 
 

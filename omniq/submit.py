@@ -1,22 +1,18 @@
-"""Accepting a job: validate, record, publish the chain of its stages."""
+"""Accepting a job: validate it, then record and enqueue it in one step."""
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from typing import Any
-
-from kombu.exceptions import OperationalError
 
 from omniq import chain
 from omniq.config import PipelineConfig, get_pipeline
 from omniq.config.params import PARAMS
 from omniq.config.request import validate_request
-from omniq.errors import BrokerUnavailable, InvalidRequest
+from omniq.errors import InvalidRequest
 from omniq.jobs.model import JobRecord, JobSpec, new_job_id
 from omniq.jobs.store import JobStore
-from omniq.redis_client import UNAVAILABLE
 
 PRIORITIES = range(10)
 
@@ -31,7 +27,7 @@ async def submit(
     timeout: float | None = None,
     metadata: dict[str, str] | None = None,
 ) -> JobRecord:
-    """Validate and enqueue one job; it is recorded before this returns.
+    """Validate one job, then record and enqueue it in one step: never one without the other.
 
     ``priority`` 9 is served first, 0 last. A job not started within ``timeout`` seconds expires.
     A seed that is not given is drawn here, once, so that retries and all stages use the same one.
@@ -39,7 +35,8 @@ async def submit(
     Raises:
         UnknownPipeline: no such pipeline.
         InvalidRequest: naming every faulty field.
-        BrokerUnavailable: nothing was enqueued.
+        BrokerUnavailable: the job was neither recorded nor enqueued; or it was both, and the answer
+            was lost.
     """
     config = get_pipeline(pipeline)
     spec = make_spec(
@@ -51,14 +48,7 @@ async def submit(
         metadata=metadata or {},
     )
     upstream = {s: config.upstream(s) for s in spec.stages}
-    record = await store.create(spec, upstream)
-    signature = chain.build(spec, config)
-    try:
-        await asyncio.to_thread(signature.apply_async, retry=False)
-    except (OperationalError, *UNAVAILABLE) as exc:
-        await _take_back(store, spec.id)
-        raise BrokerUnavailable(f"the broker cannot be used: {exc}") from exc
-    return record
+    return await store.create(spec, upstream, chain.first_posts(spec, config))
 
 
 def make_spec(
@@ -103,11 +93,3 @@ def make_spec(
         metadata=metadata,
         created=created,
     )
-
-
-async def _take_back(store: JobStore, job_id: str) -> None:
-    """Best effort: with the broker gone the record is unreachable too, and expires by itself."""
-    try:
-        await store.discard(job_id)
-    except BrokerUnavailable:
-        return

@@ -14,8 +14,8 @@ from celery.exceptions import Reject, Retry
 
 from omniq.celery import app
 from omniq.errors import ConfigError, InvalidRequest, OmniqError
+from omniq.publish import STAGE
 
-STAGE = "omniq.stage"
 SUBMIT = "omniq.submit"
 CANCEL = "omniq.cancel"
 
@@ -85,14 +85,14 @@ class EngineTask(Task):
 class StageRunner(Protocol):
     """What a worker with an engine offers to the stage task."""
 
-    async def run(self, job_id: str, stage: str) -> dict[str, Any]:
-        """Run one stage of one job; the answer is the message to the next stage."""
+    async def run(self, job_id: str, stage: str) -> str:
+        """Run one stage of one job; the answer names its outputs, for people."""
 
 
 @app.task(base=EngineTask, name=STAGE, bind=True, ignore_result=True)
 async def run_stage(
     self: EngineTask, upstream: Any = None, *, job: str, stage: str, prompt: str = ""
-) -> dict[str, Any]:
+) -> str:
     """Run ``stage`` of ``job`` in this worker's engine.
 
     ``upstream`` (what the stage before returned) and ``prompt`` (an excerpt) are for people who
@@ -104,8 +104,7 @@ async def run_stage(
             f"this worker has no engine, but received stage {stage!r} of job {job}",
             hint="start one by `omniq worker --pipeline P --stage S`",
         )
-    result: dict[str, Any] = await runner.run(job, stage)
-    return result
+    return await runner.run(job, stage)
 
 
 @app.task(base=EngineTask, name=SUBMIT)

@@ -57,6 +57,7 @@ def create_app() -> FastAPI:
         swagger_ui_parameters={"defaultModelsExpandDepth": 0, "displayRequestDuration": True},
     )
     app.state.stopping = asyncio.Event()
+    app.include_router(jobs.submission)  # first: routes are tried in this order
     for module in (generate, jobs, artifacts, pipelines, health):
         app.include_router(module.router)
 

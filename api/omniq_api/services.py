@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from omniq.errors import BrokerUnavailable
-from omniq.jobs.store import BLOCK_LIMIT, JobStore
+from omniq.jobs.store import JobStore
 from omniq.jobs.workers import WorkerRegistry
 from omniq.redis_client import Client, broker_errors, connect
 
@@ -59,12 +59,17 @@ class BrokerProbe:
 class Services:
     """One per process; lives as long as the app."""
 
-    def __init__(self, redis: Client, blocking: Client, stopping: asyncio.Event) -> None:
-        self.store = JobStore(redis, blocking)
+    def __init__(self, redis: Client, stopping: asyncio.Event) -> None:
+        self.store = JobStore(redis)
         self.workers = WorkerRegistry(redis)
         self.redis = redis
         self.probe = BrokerProbe(redis)
         self.stopping = stopping
+
+    async def end_waits(self) -> None:
+        """When the server stops, end every event stream and long poll."""
+        await self.stopping.wait()
+        self.store.stop_watching()
 
     async def close(self) -> None:
         """Close the connections."""
@@ -74,11 +79,12 @@ class Services:
 @asynccontextmanager
 async def open_services(stopping: asyncio.Event) -> AsyncIterator[Services]:
     """Services on the configured broker; nothing is sent before the first request."""
-    redis, blocking = connect(), connect(blocking=BLOCK_LIMIT)
-    services = Services(redis, blocking, stopping)
+    services = Services(connect(), stopping)
+    ending = asyncio.create_task(services.end_waits())
     try:
         yield services
     finally:
+        ending.cancel()
         await services.close()
 
 
@@ -99,7 +105,8 @@ async def live_services(request: Request) -> Services:
     return services
 
 
-def mount_path(request: Request) -> str:
+# A coroutine although it awaits nothing: FastAPI sends plain functions through a thread pool.
+async def mount_path(request: Request) -> str:
     """The path the API is mounted under, without a trailing slash; usually empty."""
     return str(request.scope.get("root_path", "")).rstrip("/")
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
 
 import orjson
-from starlette.responses import StreamingResponse
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from omniq.errors import BrokerUnavailable, JobNotFound
 from omniq.jobs.model import JobEvent
-from omniq_api.waiting import until_set
+from omniq_api.waiting import ClientGone, unless_gone
 
 logger = logging.getLogger("omniq.api")
 
@@ -21,13 +21,35 @@ RECONNECT_MS = 2000
 LARGEST_ID_PART = 2**64 - 1
 
 
-class EventStreamResponse(StreamingResponse):
-    """Headers that keep proxies from buffering or storing the stream."""
+class EventStreamResponse(Response):
+    """Events with heartbeats, up to the final event or until the server stops.
+
+    A stream that ends early for any reason is resumed by the client, here or at another replica,
+    with the last id it has seen. The headers keep proxies from buffering or storing it.
+
+    Args:
+        events: closed when the stream ends or the client hangs up.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, content: AsyncGenerator[bytes]) -> None:
-        super().__init__(content, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+    def __init__(self, events: AsyncGenerator[JobEvent | None]) -> None:
+        # Not Response's own: that would promise the length of a body.
+        self.status_code, self.background, self.events = 200, None, events
+        self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        with suppress(ClientGone):
+            await unless_gone(receive, self._write(send))
+
+    async def _write(self, send: Send) -> None:
+        async with aclosing(stream(self.events)) as body:
+            async for piece in body:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def check_event_id(value: str) -> str:
@@ -46,22 +68,18 @@ def check_event_id(value: str) -> str:
 
 def encode(event: JobEvent) -> bytes:
     """One event on the wire; JSON never holds a raw line break."""
-    data = orjson.dumps(event.model_dump(mode="json", exclude={"id"}))
+    data = orjson.dumps(
+        {"type": event.type, "stage": event.stage, "time": event.time, "data": event.data}
+    )
     return b"id: %b\nevent: %b\ndata: %b\n\n" % (event.id.encode(), event.type.encode(), data)
 
 
-async def stream(
-    events: AsyncIterator[JobEvent | None], stopping: asyncio.Event
-) -> AsyncGenerator[bytes]:
-    """The body: events with heartbeats, up to the final event or until the server stops.
-
-    A stream that ends early for any reason is resumed by the client, here or at another replica,
-    with the last id it has seen.
-    """
+async def stream(events: AsyncGenerator[JobEvent | None]) -> AsyncGenerator[bytes]:
+    """The body of a stream; closes ``events`` with itself."""
     yield b"retry: %d\n\n" % RECONNECT_MS
     try:
-        async with aclosing(until_set(events, stopping)) as live:
-            async for event in live:
+        async with aclosing(events):
+            async for event in events:
                 yield encode(event) if event is not None else b": heartbeat\n\n"
     except (BrokerUnavailable, JobNotFound) as exc:
         # The status line has been sent: what remains is to end, so that the client asks again.

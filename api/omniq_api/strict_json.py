@@ -37,7 +37,8 @@ class StrictJSONRoute(APIRoute):
             return handler
 
         async def strict(request: Request) -> Response:
-            request = StrictJSONRequest(request.scope, request.receive)
+            if not isinstance(request, StrictJSONRequest):
+                request = StrictJSONRequest(request.scope, request.receive)
             given = request.headers.get("content-type")
             if not _is_json(given) and (given is not None or await request.body()):
                 raise ProblemError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.types import Message
@@ -12,8 +12,6 @@ from omniq.jobs.model import JobRecord
 from omniq_api.services import Services
 
 T = TypeVar("T")
-
-CANCEL_AGAIN = 0.05
 
 
 class ClientGone(Exception):
@@ -25,8 +23,6 @@ async def wait_for_end(
 ) -> JobRecord:
     """The job once it has ended, or as it is when ``seconds`` are over or the server stops.
 
-    The wait sleeps on the job's event stream.
-
     Args:
         receive: ASGI receive of a request whose body has been read.
 
@@ -35,60 +31,28 @@ async def wait_for_end(
         JobNotFound: unknown job.
         BrokerUnavailable: the broker went away.
     """
-    ended = asyncio.ensure_future(services.store.wait(job_id))
-    gone = asyncio.ensure_future(_disconnected(receive))
-    stopping = asyncio.ensure_future(services.stopping.wait())
+    return await unless_gone(receive, services.store.wait(job_id, seconds))
+
+
+async def unless_gone(receive: Callable[[], Awaitable[Message]], work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` returns; it is cancelled when the client hangs up.
+
+    Raises:
+        ClientGone: the client disconnected first.
+    """
+    working = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
     try:
-        await asyncio.wait(
-            {ended, gone, stopping}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
-        )
-        if ended.done():
-            return ended.result()
-        if gone.done():
-            gone.result()
-            raise ClientGone(job_id)
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        gone.result()
+        raise ClientGone
     finally:
-        abandon(ended, gone, stopping)
-    return await services.store.get(job_id)
+        working.cancel()
+        gone.cancel()
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Message]]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def until_set(items: AsyncIterator[T], event: asyncio.Event) -> AsyncGenerator[T]:
-    """``items``, ended early as soon as ``event`` is set."""
-    stop = asyncio.ensure_future(event.wait())
-    following: asyncio.Future[T] | None = None
-    try:
-        while not event.is_set():
-            following = asyncio.ensure_future(anext(items))
-            await asyncio.wait({following, stop}, return_when=asyncio.FIRST_COMPLETED)
-            if not following.done():
-                return
-            try:
-                item = following.result()
-            except StopAsyncIteration:
-                return
-            yield item
-    finally:
-        abandon(stop, *([following] if following else []))
-
-
-def abandon(*futures: asyncio.Future[Any]) -> None:
-    """Cancel what still runs, without waiting for it, until it has really ended.
-
-    redis-py sends through ``asyncio.wait_for``, which before Python 3.12 drops a cancellation that
-    arrives together with the result (CPython issue 86296); the cancelled read would then go on
-    until its own time-out. It does not wait because its callers are often being cancelled
-    themselves.
-    """
-    loop = asyncio.get_running_loop()
-    for future in futures:
-        if future.done():
-            if not future.cancelled():
-                future.exception()  # retrieved: nobody else will look
-        else:
-            future.cancel()
-            loop.call_later(CANCEL_AGAIN, abandon, future)

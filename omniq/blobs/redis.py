@@ -22,7 +22,7 @@ from omniq import keys
 from omniq.blobs import codec
 from omniq.blobs.base import BlobRef, BlobStore
 from omniq.errors import BlobCorrupt, BlobNotFound, BlobTooLarge, BrokerUnavailable, StoreFull
-from omniq.redis_client import CONNECT_TIMEOUT, broker_errors
+from omniq.redis_client import CONNECT_TIMEOUT, broker_errors, keepalive
 from omniq.settings import get_settings
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class RedisStore(BlobStore):
             settings.redis_url,
             socket_timeout=CHUNK_TIMEOUT,
             socket_connect_timeout=CONNECT_TIMEOUT,
-            socket_keepalive=True,
+            **keepalive(settings.redis_url),
             retry=Retry(NoBackoff(), 0),  # a repeated RENAME would fail though the first one worked
         )
         return cls(client, settings.blob_ttl, settings.redis_blob_max_bytes)

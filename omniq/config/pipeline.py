@@ -11,10 +11,12 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from omniq.config.params import PARAMS
 from omniq.config.stage import ConfigModel, Modality, OmniStageConfig
 
 PORT = r"^[a-z][a-z0-9_]{0,31}\.[a-z][a-z0-9_]{0,63}$"
 REQUEST = "input"
+LEAST_LIMIT = 16
 
 
 class InputConfig(ConfigModel):
@@ -35,13 +37,33 @@ class EdgeConfig(ConfigModel):
     trigger: Literal["full", "window"] = Field(
         "full", description="'full' waits for the whole output; 'window' for `window` chunks."
     )
-    window: int | None = Field(None, ge=1)
+    window: int | None = Field(
+        None, ge=1, description="Chunks that must be there before the consumer starts."
+    )
+    window_limit: int | None = Field(
+        None,
+        ge=1,
+        description="Most chunks the consumer may be behind; then the producer waits. "
+        f"Default: twice the window, at least {LEAST_LIMIT}.",
+    )
 
     @model_validator(mode="after")
     def _window_needs_size(self) -> EdgeConfig:
         if (self.trigger == "window") != (self.window is not None):
             raise ValueError("'window' is given with trigger 'window', and only then")
+        if self.window_limit is not None and (
+            self.window is None or self.window_limit < self.window
+        ):
+            raise ValueError("'window_limit' is given with 'window', and at least as large")
+        if self.window is not None and self.producer == REQUEST:
+            raise ValueError("an edge from the request has no window: its inputs are there at once")
         return self
+
+    @property
+    def limit(self) -> int:
+        """Most chunks the consumer of a window edge may be behind."""
+        assert self.window is not None, "only edges with a window are streams"
+        return self.window_limit or max(2 * self.window, LEAST_LIMIT)
 
     @property
     def producer(self) -> str:
@@ -113,6 +135,39 @@ class PipelineConfig(ConfigModel):
         self.topological_order()
         return self
 
+    @model_validator(mode="after")
+    def _windows(self) -> PipelineConfig:
+        for edge in self.edges:
+            if edge.trigger == "window":
+                self._check_window(edge)
+        return self
+
+    def _check_window(self, edge: EdgeConfig) -> None:
+        """Refuse graphs in which the producer would wait for its reader, and the reader for it."""
+        beside = [
+            e for e in self.edges if (e.producer, e.consumer) == (edge.producer, edge.consumer)
+        ]
+        if sum(e.source == edge.source for e in beside) > 1:
+            raise ValueError(
+                f"edge to {edge.target!r}: stage {edge.consumer!r} reads the chunks of "
+                f"{edge.source!r} once"
+            )
+        if any(e.trigger == "full" for e in beside):
+            raise ValueError(
+                f"edge to {edge.target!r}: all edges from {edge.producer!r} to {edge.consumer!r} "
+                "have a window, or none"
+            )
+        for other in self.downstream(edge.producer):
+            if other != edge.consumer and self._feeds(other, edge.consumer):
+                raise ValueError(
+                    f"edge to {edge.target!r}: no window, because stage {edge.consumer!r} also "
+                    f"waits for {edge.producer!r} through {other!r}"
+                )
+
+    def _feeds(self, stage_id: str, below: str) -> bool:
+        """Whether ``below`` needs anything of ``stage_id``, directly or not."""
+        return stage_id == below or any(self._feeds(s, below) for s in self.downstream(stage_id))
+
     def stage(self, stage_id: str) -> OmniStageConfig:
         """The stage of that id.
 
@@ -127,8 +182,13 @@ class PipelineConfig(ConfigModel):
 
     def upstream(self, stage_id: str) -> list[str]:
         """Ids of the stages that feed this one directly, in stage order."""
-        feeding = {e.producer for e in self.edges if e.consumer == stage_id}
-        return [s.stage_id for s in self.stages if s.stage_id in feeding]
+        return list(self._upstream.get(stage_id, ()))
+
+    @cached_property
+    def _upstream(self) -> dict[str, list[str]]:
+        ids = [s.stage_id for s in self.stages]
+        feeding = {i: {e.producer for e in self.edges if e.consumer == i} for i in ids}
+        return {i: [s for s in ids if s in feeding[i]] for i in ids}
 
     def downstream(self, stage_id: str) -> list[str]:
         """Ids of the stages this one feeds directly, in stage order."""
@@ -138,6 +198,15 @@ class PipelineConfig(ConfigModel):
     def edges_into(self, stage_id: str) -> list[EdgeConfig]:
         """Edges whose target is an input of that stage."""
         return [e for e in self.edges if e.consumer == stage_id]
+
+    @cached_property
+    def takers(self) -> dict[str, list[OmniStageConfig]]:
+        """The stages that take each request parameter, by its name."""
+        found: dict[str, list[OmniStageConfig]] = {}
+        for stage in self.stages:
+            for name in PARAMS[stage.engine_type].model_fields:
+                found.setdefault(name, []).append(stage)
+        return found
 
     def outputs_of(self, stage_id: str) -> dict[str, OutputConfig]:
         """Pipeline outputs made from that stage."""
@@ -160,6 +229,10 @@ class PipelineConfig(ConfigModel):
         Raises:
             ValueError: the edges form a cycle.
         """
+        return list(self._topological_order)
+
+    @cached_property
+    def _topological_order(self) -> list[str]:
         done: list[str] = []
         rest = [s.stage_id for s in self.stages]
         while rest:

@@ -69,7 +69,9 @@ def _text_fault(spec: InputConfig, value: Any) -> str | None:
         return f"must have {spec.min_length} to {longest} characters, has {len(value)}"
     if spec.min_length and not value.strip():
         return "must not be blank"
-    if any("\ud800" <= c <= "\udfff" for c in value):
+    try:
+        value.encode()
+    except UnicodeEncodeError:
         return "must be valid Unicode (it holds a lone surrogate)"
     return None
 
@@ -83,7 +85,7 @@ def _split(
         s.stage_id: ({}, {}) for s in pipeline.stages
     }
     for name, value in parameters.items():
-        takers = [s for s in pipeline.stages if name in PARAMS[s.engine_type].model_fields]
+        takers = pipeline.takers.get(name, ())
         if name in result and not takers:
             if isinstance(value, dict):
                 result[name][1].update(value)
@@ -93,8 +95,7 @@ def _split(
             for stage in takers:
                 result[stage.stage_id][0][name] = value
         else:
-            known = {n for s in pipeline.stages for n in PARAMS[s.engine_type].model_fields}
-            allowed = ", ".join(sorted(known))
+            allowed = ", ".join(sorted(pipeline.takers))
             faults.append(_fault(f"parameters.{name}", f"unknown parameter; allowed: {allowed}"))
     return result, faults
 

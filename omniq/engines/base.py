@@ -12,7 +12,7 @@ import abc
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
@@ -39,11 +39,32 @@ class StageRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Chunk:
+    """One piece of an output that a stage hands on while it still runs.
+
+    ``sequence`` counts from 0. ``last``: the producer knew that none follows; the iterator of
+    chunks ends either way.
+    """
+
+    sequence: int
+    value: Any = None
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StageInput:
-    """One named input: small JSON ``value``, or ``tensors`` (read-only views into a blob)."""
+    """One named input: small JSON ``value``, or ``tensors`` (read-only views into a blob).
+
+    Behind an edge with ``trigger: window`` it is ``chunks`` instead: to be iterated once, on the
+    engine's loop, while the stage before still makes them. Asking for the next chunk says that the
+    ones before are done with. Several such inputs are read side by side, not one after the other:
+    the stage before waits for the slowest reader.
+    """
 
     value: Any = None
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    chunks: AsyncIterator[Chunk] | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -72,13 +93,46 @@ class StageOutput:
 
 
 class Emit(Protocol):
-    """How a running stage speaks: thread-safe, never blocks, may be called from any thread."""
+    """How a running stage speaks: thread-safe, may be called from any thread."""
 
     def progress(self, step: int, total: int) -> None:
-        """``step`` of ``total`` units (denoise steps, tokens) are done."""
+        """``step`` of ``total`` units (denoise steps, tokens) are done; never blocks."""
 
     def delta(self, output: str, value: Any) -> None:
-        """A piece of ``output`` is there before the whole: small JSON, ``{"text": "..."}``."""
+        """A piece of ``output`` is there before the whole: small JSON, ``{"text": "..."}``; never
+        blocks.
+        """
+
+    def chunk(
+        self,
+        output: str,
+        value: Any = None,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        *,
+        last: bool = False,
+    ) -> None:
+        """Hand on the next chunk of ``output``: small JSON, tensors, or both.
+
+        Stages behind a ``trigger: window`` edge get it at once; if ``output`` is one of the
+        pipeline's, the client does too. The tensors must not change afterwards. Returns at once
+        until a few chunks wait to be taken over; then it blocks, in a model thread, until there is
+        room. Model threads that serve several requests use :meth:`achunk` between their steps.
+
+        Raises:
+            EngineError: on the engine's loop, when it would have to block: use :meth:`achunk`;
+                or the output was closed by ``last``.
+            Cancelled: the request is no longer wanted.
+        """
+
+    async def achunk(
+        self,
+        output: str,
+        value: Any = None,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        *,
+        last: bool = False,
+    ) -> None:
+        """:meth:`chunk` for the engine's loop: waits instead of blocking."""
 
 
 class NullEmit:
@@ -90,9 +144,29 @@ class NullEmit:
     def delta(self, output: str, value: Any) -> None:
         """Drop."""
 
+    def chunk(
+        self,
+        output: str,
+        value: Any = None,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        *,
+        last: bool = False,
+    ) -> None:
+        """Drop."""
+
+    async def achunk(
+        self,
+        output: str,
+        value: Any = None,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        *,
+        last: bool = False,
+    ) -> None:
+        """Drop."""
+
 
 class Cancelled(Exception):
-    """Raised inside model threads when their request was cancelled."""
+    """Raised inside an engine's calls when their request was cancelled."""
 
 
 class Engine(abc.ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -71,7 +72,15 @@ class ArtifactInfo(BaseModel):
     content_type: str
     nbytes: int
     key: str = Field(exclude=True, default="")
-    meta: dict[str, Any] = Field(default_factory=dict, description="e.g. width, height.")
+    meta: dict[str, Any] = Field(
+        default_factory=dict,
+        description="e.g. width, height; sequence: of a chunk of a result.",
+    )
+
+    @property
+    def is_chunk(self) -> bool:
+        """Whether it is one chunk of a result, sent ahead of the whole."""
+        return "sequence" in self.meta
 
 
 class StageRecord(BaseModel):
@@ -113,7 +122,8 @@ class JobEvent(BaseModel):
     """One entry of a job's event stream.
 
     Types: ``job.queued``, ``job.started``, ``stage.started``, ``stage.progress`` (``step``,
-    ``total``), ``stage.delta`` (``output``, ``value``), ``stage.succeeded``, ``stage.retrying``,
+    ``total``), ``stage.delta`` (``output``, ``value``; of an output made by chunks also
+    ``sequence``, and ``artifact`` for tensors), ``stage.succeeded``, ``stage.retrying``,
     ``stage.failed``, ``job.cancelling`` and one final ``job.succeeded|failed|cancelled|expired``.
     """
 
@@ -154,7 +164,7 @@ class StageGrant(BaseModel):
     upstream: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
         description="Outputs of the stages before it: stage id -> output name -> "
-        "{'value': ...} or {'blob': BlobRef}.",
+        "{'value': ...} or {'blob': BlobRef}; {'stream': fence}: chunks of that run.",
     )
     outputs: dict[str, Any] = Field(default_factory=dict, description="With DONE: its own outputs.")
     state: JobState | None = None
@@ -172,3 +182,15 @@ class StageResult(BaseModel):
     values: dict[str, Any] = Field(default_factory=dict)
     artifacts: dict[str, ArtifactInfo] = Field(default_factory=dict)
     metrics: dict[str, float | int] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The answer to ``finish_stage``; true if the outputs were taken."""
+
+    recorded: bool
+    garbage: list[str]
+    """References (JSON) of blobs in the shared memory of the caller's host that it may free now."""
+
+    def __bool__(self) -> bool:
+        return self.recorded

@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from redis.commands.core import AsyncScript
+from redis.exceptions import NoScriptError
 
 from omniq.redis_client import Client
 
 FOLDER = Path(__file__).parent / "lua"
-NAMES = (
-    "create",
-    "begin_stage",
-    "progress",
-    "finish_stage",
-    "end_run",
-    "cancel",
-    "discard",
-)
 
 
 @lru_cache(maxsize=1)
 def sources() -> dict[str, str]:
     """Complete source of every script by name."""
     common = (FOLDER / "_common.lua").read_text()
-    return {name: common + "\n" + (FOLDER / f"{name}.lua").read_text() for name in NAMES}
+    files = sorted(FOLDER.glob("[a-z]*.lua"))
+    return {file.stem: common + "\n" + file.read_text() for file in files}
 
 
-def register(redis: Client) -> dict[str, AsyncScript]:
-    """Script objects bound to a client; sent by SHA, loaded on first use."""
-    return {name: redis.register_script(text) for name, text in sources().items()}
+class Script:
+    """One script on one client: sent by its digest, and whole when the server does not know it."""
+
+    def __init__(self, redis: Client, source: str) -> None:
+        self._redis, self._source = redis, source
+        self._digest = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+    async def __call__(self, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """Run it. Raises redis-py's errors."""
+        try:
+            return await self._redis.execute_command(
+                "EVALSHA", self._digest, len(keys), *keys, *args
+            )
+        except NoScriptError:
+            return await self._redis.execute_command("EVAL", self._source, len(keys), *keys, *args)
+
+
+def register(redis: Client) -> dict[str, Script]:
+    """The scripts bound to a client."""
+    return {name: Script(redis, text) for name, text in sources().items()}

@@ -7,20 +7,17 @@ task was delivered again elsewhere cannot double or overwrite anything.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import math
-import re
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import Any
 
 import orjson
 
 from omniq import keys
-from omniq.errors import ArtifactNotFound, InvalidRequest, JobNotFound
+from omniq.errors import ArtifactNotFound, InvalidRequest
 from omniq.jobs import scripts
 from omniq.jobs.model import (
     ArtifactInfo,
+    Finished,
     JobEvent,
     JobRecord,
     JobSpec,
@@ -30,11 +27,12 @@ from omniq.jobs.model import (
     StageResult,
     Verdict,
 )
+from omniq.jobs.record import read_record
+from omniq.jobs.watch import SILENCE, Watching, not_found
+from omniq.publish import Post, event_channel
 from omniq.redis_client import Client, broker_errors, connect
 from omniq.settings import get_settings
 
-EVENT_ID = re.compile(r"^\d{1,18}(-\d{1,18})?$")  # well inside Redis's two 64-bit numbers
-BLOCK_LIMIT = 60.0
 PAGE = 200
 
 
@@ -48,21 +46,20 @@ class JobStore:
     All methods raise :class:`~omniq.errors.BrokerUnavailable` when Redis cannot be used.
     """
 
-    def __init__(self, redis: Client, blocking: Client | None = None) -> None:
+    def __init__(self, redis: Client) -> None:
         self.redis = redis
-        self._blocking = blocking or redis
+        self._watching = Watching(redis)
         self._scripts = scripts.register(redis)
 
     @classmethod
     def from_settings(cls) -> JobStore:
         """A store on the configured broker; connects on first use."""
-        return cls(connect(), connect(blocking=BLOCK_LIMIT))
+        return cls(connect())
 
     async def close(self) -> None:
         """Close the connections."""
+        self._watching.close()
         await self.redis.aclose()
-        if self._blocking is not self.redis:
-            await self._blocking.aclose()
 
     async def _run(self, name: str, job_id: str, args: list[Any], *more_keys: str) -> Any:
         settings = get_settings()
@@ -73,12 +70,14 @@ class JobStore:
         ]
         names = [keys.job(job_id), keys.job_events(job_id), keys.job_blobs(job_id), *more_keys]
         with broker_errors():
-            return await self._scripts[name](keys=names, args=[*args, *common])
+            return await self._scripts[name](names, [*args, *common])
 
     # -- accepting and reading ---------------------------------------------------------------
 
-    async def create(self, spec: JobSpec, upstream: dict[str, list[str]]) -> JobRecord:
-        """Record a job as queued and emit ``job.queued``.
+    async def create(
+        self, spec: JobSpec, upstream: dict[str, list[str]], posts: Sequence[Post] = ()
+    ) -> JobRecord:
+        """Record a job as queued, emit ``job.queued`` and send the messages that start it.
 
         ``upstream`` lists for each stage the stages that feed it.
         """
@@ -94,18 +93,16 @@ class JobStore:
                 repr(spec.created),
                 int(ttl * 1000),
                 "" if spec.deadline is None else repr(spec.deadline),
+                *_posted(posts),
             ],
             keys.jobs_index(),
+            *(p.queue for p in posts),
         )
         if not created:
             raise InvalidRequest(f"job {spec.id} exists already")
         return JobRecord(
             spec=spec, state=JobState.QUEUED, stages={s: StageRecord() for s in spec.stages}
         )
-
-    async def discard(self, job_id: str) -> None:
-        """Take back a job whose message could not be published."""
-        await self._run("discard", job_id, [job_id], keys.jobs_index())
 
     async def get(self, job_id: str) -> JobRecord:
         """The job's record.
@@ -116,8 +113,8 @@ class JobStore:
         with broker_errors():
             raw = await self.redis.hgetall(keys.job(job_id))
         if not raw:
-            raise _not_found(job_id)
-        return _record({k.decode(): v for k, v in raw.items()})
+            raise not_found(job_id)
+        return read_record(raw)
 
     async def list(
         self,
@@ -146,7 +143,7 @@ class JobStore:
             for position, row in enumerate(rows):
                 if not row:
                     continue
-                record = _record({k.decode(): v for k, v in row.items()})
+                record = read_record(row)
                 if (states and record.state not in states) or (
                     pipeline and record.spec.pipeline != pipeline
                 ):
@@ -207,31 +204,53 @@ class JobStore:
             await self._run("progress", job_id, [stage, fence, "stage.delta", data, "", ""])
         )
 
-    async def finish_stage(self, job_id: str, stage: str, fence: int, result: StageResult) -> bool:
-        """Write a run's outputs once; ends the job with its last stage.
+    async def finish_stage(
+        self,
+        job_id: str,
+        stage: str,
+        fence: int,
+        result: StageResult,
+        posts: Sequence[Post] = (),
+        *,
+        host: str = "",
+        freed: Sequence[str] = (),
+    ) -> Finished:
+        """Write a run's outputs once and send what follows; ends the job with its last stage.
 
-        False: refused (another run took over, or the job has ended or is being cancelled); the
-        caller frees the blobs it wrote.
+        Blobs that no stage will read any more are freed, those in shared memory by way of their
+        host's garbage list.
+
+        Args:
+            posts: messages to the stages behind. Those whose inputs are all there are sent: a join
+                by the last stage that feeds it.
+            host: of the caller, who may free shared memory there without waiting for others.
+            freed: what it has freed since it last said so (:attr:`Finished.garbage`).
+
+        The answer is false if it is refused (another run took over, or the job has ended or is
+        being cancelled); the caller frees the blobs it wrote.
         """
         artifacts = {
             n: (_dumps({**a.model_dump(mode="json"), "key": a.key})).decode()
             for n, a in result.artifacts.items()
         }
-        return bool(
-            await self._run(
-                "finish_stage",
-                job_id,
-                [
-                    stage,
-                    fence,
-                    _dumps(result.outputs),
-                    _dumps(result.metrics),
-                    _dumps([ref.model_dump_json() for ref in result.blobs]),
-                    _dumps({n: _dumps(v).decode() for n, v in result.values.items()}),
-                    _dumps(artifacts),
-                ],
-            )
+        done, *garbage = await self._run(
+            "finish_stage",
+            job_id,
+            [
+                stage,
+                fence,
+                _dumps(result.outputs),
+                _dumps(result.metrics),
+                _dumps([ref.model_dump_json() for ref in result.blobs]),
+                _dumps({n: _dumps(v).decode() for n, v in result.values.items()}),
+                _dumps(artifacts),
+                host,
+                _dumps(freed),
+                *_posted(posts),
+            ],
+            *(p.queue for p in posts),
         )
+        return Finished(bool(done), [ref.decode() for ref in garbage])
 
     async def retry_stage(
         self, job_id: str, stage: str, fence: int, error: dict[str, Any], delay: float
@@ -274,7 +293,7 @@ class JobStore:
         """
         state = await self._run("cancel", job_id, [job_id], keys.cancel_channel())
         if not state:
-            raise _not_found(job_id)
+            raise not_found(job_id)
         return await self.get(job_id)
 
     # -- results -----------------------------------------------------------------------------
@@ -314,48 +333,23 @@ class JobStore:
             raise ArtifactNotFound(f"artifact {name!r} of job {job_id} is no longer kept")
         return data, info
 
-    async def events(
-        self, job_id: str, after: str = "0", *, block: float = 15.0
-    ) -> AsyncGenerator[JobEvent | None, None]:
+    # -- watching ----------------------------------------------------------------------------
+
+    def events(
+        self, job_id: str, after: str = "0", *, block: float = SILENCE
+    ) -> AsyncGenerator[JobEvent | None]:
         """Events behind stream id ``after``, then live ones, up to the final event.
 
         Yields None after every ``block`` seconds of silence, so that a server can write heartbeats.
+        All watchers of a store share one connection (:mod:`omniq.jobs.watch`). When the broker
+        goes, they end with :class:`~omniq.errors.BrokerUnavailable` and may go on from their last
+        id once it is back.
 
         Raises:
             JobNotFound: unknown job.
             InvalidRequest: ``after`` is no stream id.
         """
-        if not EVENT_ID.match(after):
-            raise InvalidRequest(
-                f"{after!r} is no event id",
-                fields=[{"field": "Last-Event-ID", "message": "must look like 1700000000000-0"}],
-            )
-        stream, last = keys.job_events(job_id), after
-        milliseconds = max(1, int(min(block, BLOCK_LIMIT) * 1000))
-        while True:
-            # Without blocking first: a job that ended before `after` sends nothing any more.
-            with broker_errors():
-                found = await self.redis.xread({stream: last}, count=PAGE)
-            if not found:
-                if (await self.get(job_id)).state.final and not await self._more(stream, last):
-                    return
-                with broker_errors():
-                    found = await self._blocking.xread(
-                        {stream: last}, count=PAGE, block=milliseconds
-                    )
-                if not found:
-                    yield None
-                    continue
-            for entry_id, fields in _entries(found):
-                last = entry_id
-                event = _event(entry_id, fields)
-                yield event
-                if event.final:
-                    return
-
-    async def _more(self, stream: str, last: str) -> bool:
-        with broker_errors():
-            return bool(await self.redis.xread({stream: last}, count=1))
+        return self._watching.events(job_id, after, block=block)
 
     async def wait(self, job_id: str, timeout: float | None = None) -> JobRecord:
         """The record once the job has ended, or as it is after ``timeout`` seconds.
@@ -363,20 +357,21 @@ class JobStore:
         Raises:
             JobNotFound: unknown job.
         """
-        loop = asyncio.get_running_loop()
-        end = math.inf if timeout is None else loop.time() + timeout
-        # Short reads and a look at the clock instead of a cancelled long one: on Python 3.11 a
-        # cancellation that meets redis-py's own timeout in the same tick is lost.
-        block = 1.0 if timeout is None else min(1.0, timeout)
-        async with contextlib.aclosing(self.events(job_id, block=block)) as events:
-            async for _ in events:
-                if loop.time() >= end:
-                    break
+        await self._watching.ended(job_id, timeout)
         return await self.get(job_id)
 
+    def stop_watching(self) -> None:
+        """End every :meth:`events` and :meth:`wait` of this store, now and later, as if time were
+        up; for a server that stops.
+        """
+        self._watching.stop()
 
-def _not_found(job_id: str) -> JobNotFound:
-    return JobNotFound(f"no job {job_id!r}: it never existed, or its retention has passed")
+
+def _posted(posts: Sequence[Post]) -> list[Any]:
+    """Arguments of a script that sends ``posts``; their queues are its last keys."""
+    if not posts:
+        return [0, ""]
+    return [len(posts), event_channel(), *(x for p in posts for x in (p.stage, p.message, p.event))]
 
 
 def _offset(cursor: str | None) -> int:
@@ -388,64 +383,3 @@ def _offset(cursor: str | None) -> int:
             fields=[{"field": "cursor", "message": "must be a cursor that this route returned"}],
         )
     return int(cursor)
-
-
-def _entries(found: Any) -> list[tuple[str, dict[bytes, bytes]]]:
-    """XREAD answers a list of pairs under RESP2, a mapping under RESP3."""
-    pairs = found.items() if isinstance(found, dict) else found
-    entries: list[tuple[str, dict[bytes, bytes]]] = []
-    for _, items in pairs:
-        flat = items[0] if items and isinstance(items[0], list) else items
-        entries += [(i.decode(), f) for i, f in flat]
-    return entries
-
-
-def _event(entry_id: str, fields: dict[bytes, bytes]) -> JobEvent:
-    return JobEvent(
-        id=entry_id,
-        type=fields[b"type"].decode(),
-        stage=fields[b"stage"].decode() or None,
-        time=float(fields[b"time"]),
-        data=orjson.loads(fields[b"data"]),
-    )
-
-
-def _record(raw: dict[str, bytes]) -> JobRecord:
-    spec = JobSpec.model_validate_json(raw["spec"])
-
-    def number(field: str) -> float | None:
-        return float(raw[field]) if field in raw else None
-
-    def parsed(field: str) -> Any:
-        return orjson.loads(raw[field]) if field in raw else None
-
-    def stage(name: str) -> StageRecord:
-        def of(field: str) -> str:
-            return f"{name}|{field}"
-
-        worker = raw.get(of("worker"))
-        return StageRecord(
-            state=raw[of("state")].decode(),
-            attempts=int(raw.get(of("attempts"), 0)),
-            worker=worker.decode() if worker else None,
-            queued=number(of("queued")),
-            started=number(of("started")),
-            finished=number(of("finished")),
-            step=int(raw[of("step")]) if of("step") in raw else None,
-            total=int(raw[of("total")]) if of("total") in raw else None,
-            metrics=parsed(of("metrics")) or {},
-            error=parsed(of("error")),
-        )
-
-    return JobRecord(
-        spec=spec,
-        state=JobState(raw["state"].decode()),
-        started=number("started"),
-        finished=number("finished"),
-        stages={s: stage(s) for s in spec.stages},
-        values={f[2:]: orjson.loads(v) for f, v in raw.items() if f.startswith("v:")},
-        artifacts={
-            f[2:]: ArtifactInfo.model_validate_json(v) for f, v in raw.items() if f.startswith("a:")
-        },
-        error=parsed("error"),
-    )

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 from PIL import Image
+from redis.asyncio import Redis
 from support import free_port
 
 from omniq.jobs.model import ArtifactInfo, JobRecord, JobState, StageResult, Verdict
@@ -87,6 +88,11 @@ async def only_job(store: JobStore) -> str:
         return jobs[0].id if jobs else None
 
     return str(await eventually(find, what="a job"))
+
+
+async def watching_connections(aredis: Redis) -> int:
+    """Connections by which servers and clients follow jobs, each for all its watchers."""
+    return int((await aredis.info("clients"))["tracking_clients"])
 
 
 async def state_is(store: JobStore, job_id: str, state: JobState) -> None:

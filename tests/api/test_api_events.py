@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 import httpx
 import pytest
@@ -18,6 +18,7 @@ from api_support import (
     play,
     problem,
     serving,
+    watching_connections,
 )
 from redis.asyncio import Redis
 
@@ -52,6 +53,19 @@ async def watch(http: httpx.AsyncClient, job_id: str, after: str | None = None) 
     return parse_sse(response.text)
 
 
+async def watch_noting(
+    http: httpx.AsyncClient, job_id: str, number: int, begun: set[int]
+) -> list[Sse]:
+    """As ``watch``, adding ``number`` to ``begun`` with the first event."""
+    text = ""
+    async with http.stream("GET", f"/v1/jobs/{job_id}/events") as response:
+        async for piece in response.aiter_text():
+            text += piece
+            if parse_sse(text):
+                begun.add(number)
+    return parse_sse(text)
+
+
 async def read_some(http: httpx.AsyncClient, job_id: str, after: str | None, n: int) -> list[Sse]:
     """The first ``n`` events behind ``after``, then hang up."""
     headers = {"last-event-id": after} if after else {}
@@ -64,14 +78,11 @@ async def read_some(http: httpx.AsyncClient, job_id: str, after: str | None, n: 
     return parse_sse(text)
 
 
-async def watchers(aredis: Redis) -> int:
-    """Connections that wait on an event stream."""
-    return sum(c["cmd"] == "xread" and "b" in c["flags"] for c in await aredis.client_list())
+def watching(aredis: Redis, n: int) -> Callable[[], Awaitable[bool]]:
+    """Whether so many servers watch anything: each does by one connection, while it must."""
 
-
-def watching(aredis: Redis, n: int) -> Callable[[], object]:
     async def reached() -> bool:
-        return await watchers(aredis) == n
+        return await watching_connections(aredis) == n
 
     return reached
 
@@ -167,8 +178,15 @@ async def test_two_hundred_clients_watch_at_once(
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as http:
         job_id = await submit(http)
-        clients = [asyncio.create_task(watch(http, job_id)) for _ in range(200)]
-        await eventually(watching(aredis, 200), 30, what="200 watchers")
+        begun: set[int] = set()
+        clients = [asyncio.create_task(watch_noting(http, job_id, i, begun)) for i in range(200)]
+
+        async def all_watch() -> bool:
+            return len(begun) == 200
+
+        await eventually(all_watch, 30, what="200 watchers")
+        assert await watching_connections(aredis) == 1
+        assert len(await aredis.client_list()) < 10
         assert (await http.get("/health")).status_code == 200
         await play(store, job_id)
         stories = await asyncio.gather(*clients)

@@ -38,6 +38,40 @@ async def test_a_submitted_job_is_published_to_its_first_stages_queue(
     assert job_id in str(messages[0])
 
 
+async def test_a_plain_submission_is_answered_like_one_that_takes_the_long_way(
+    client: httpx.AsyncClient,
+) -> None:
+    """Without a query and with the bare content type FastAPI's dependency solver is passed by."""
+    body = {**BODY, "parameters": {"seed": 7}, "metadata": {"user": "ada"}}
+    plain = await client.post("/v1/jobs", json=body)
+    queried = await client.post("/v1/jobs?wait=0", json=body)
+    charset = await client.post(
+        "/v1/jobs",
+        content=plain.request.content,
+        headers={"content-type": "application/json; charset=utf-8"},
+    )
+    for other in (queried, charset):
+        assert other.status_code == plain.status_code == 202
+        assert list(other.headers) == list(plain.headers)
+        here, there = plain.json(), other.json()
+        assert list(here) == list(there)
+        for job in (here, there):
+            for own in ("id", "created", "urls"):
+                del job[own]
+        assert here == there
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"pipeline": 1}', b"\xff"])
+async def test_a_faulty_body_is_told_alike_on_both_ways(
+    client: httpx.AsyncClient, content: bytes
+) -> None:
+    headers = {"content-type": "application/json"}
+    plain = await client.post("/v1/jobs", content=content, headers=headers)
+    queried = await client.post("/v1/jobs?wait=0", content=content, headers=headers)
+    assert plain.status_code in {400, 422}
+    assert plain.content == queried.content
+
+
 async def test_everything_sent_comes_back_with_the_job(client: httpx.AsyncClient) -> None:
     job_id = await submit(
         client,

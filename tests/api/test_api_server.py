@@ -11,15 +11,20 @@ from pathlib import Path
 
 import httpx
 import pytest
-from api_support import BODY, ApiServer, eventually, only_job, parse_sse, problem, serving
+from api_support import (
+    BODY,
+    ApiServer,
+    eventually,
+    only_job,
+    parse_sse,
+    problem,
+    serving,
+    watching_connections,
+)
 from redis.asyncio import Redis
 
 from omniq.jobs.model import JobState
 from omniq.jobs.store import JobStore
-
-
-async def blocked(aredis: Redis) -> int:
-    return sum("b" in c["flags"] for c in await aredis.client_list())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -28,17 +33,22 @@ async def test_stopping_ends_streams_and_long_polls_at_once(
 ) -> None:
     """Streams can be resumed elsewhere, long polls answer with the present state."""
     job_id = (await http.post("/v1/jobs", json=BODY)).json()["id"]
-    stream = asyncio.create_task(http.get(f"/v1/jobs/{job_id}/events"))
     poll = asyncio.create_task(http.get(f"/v1/jobs/{job_id}?wait=60"))
 
-    async def both_wait() -> bool:
-        return await blocked(aredis) == 2
+    async def waits() -> bool:
+        return await watching_connections(aredis) == 1
 
-    await eventually(both_wait)
-    status, seconds = await asyncio.to_thread(server.stop, number)
+    await eventually(waits)
+    async with http.stream("GET", f"/v1/jobs/{job_id}/events") as response:
+        pieces = response.aiter_text()
+        text = ""
+        while not parse_sse(text):
+            text += await anext(pieces)
+        status, seconds = await asyncio.to_thread(server.stop, number)
+        text += "".join([piece async for piece in pieces])
     assert status == 0
     assert seconds < 3
-    assert [e.type for e in parse_sse((await stream).text)] == ["job.queued"]
+    assert [e.type for e in parse_sse(text)] == ["job.queued"]
     assert (await poll).json()["state"] == "queued"
     log = server.log()
     assert "Traceback" not in log
@@ -51,7 +61,7 @@ async def test_stopping_leaves_the_job_of_a_generate_call_running(
     asking = asyncio.create_task(http.post("/v1/generate", json=BODY))
 
     async def waits() -> bool:
-        return await blocked(aredis) == 1
+        return await watching_connections(aredis) == 1
 
     await eventually(waits)
     job_id = await only_job(store)

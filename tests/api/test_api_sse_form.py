@@ -37,7 +37,7 @@ def test_line_breaks_and_any_unicode_survive_the_wire() -> None:
 
 async def test_silence_is_filled_with_heartbeat_comments(store: JobStore) -> None:
     events = store.events(await queued_job(store), block=0.05)
-    body = stream(events, asyncio.Event())
+    body = stream(events)
     pieces = [await anext(body) for _ in range(4)]
     await body.aclose()
     assert pieces[0].startswith(b"retry: ")
@@ -46,11 +46,10 @@ async def test_silence_is_filled_with_heartbeat_comments(store: JobStore) -> Non
 
 
 async def test_a_stream_ends_as_soon_as_the_server_stops(store: JobStore) -> None:
-    stopping = asyncio.Event()
-    body = stream(store.events(await queued_job(store), block=30), stopping)
+    body = stream(store.events(await queued_job(store), block=30))
     for _ in range(2):
         await anext(body)
-    asyncio.get_running_loop().call_later(0.1, stopping.set)
+    asyncio.get_running_loop().call_later(0.1, store.stop_watching)
     begun = time.monotonic()
     assert [piece async for piece in body] == []
     assert time.monotonic() - begun < 1

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 import pytest
-from api_support import eventually
+from api_support import eventually, watching_connections
 from omniq_api.services import Services, open_services
-from omniq_api.waiting import ClientGone, until_set, wait_for_end
+from omniq_api.waiting import ClientGone, unless_gone, wait_for_end
 from redis.asyncio import Redis
 from starlette.types import Message
 
@@ -26,20 +27,20 @@ async def new_job(store: JobStore) -> str:
     return (await submit(store, pipeline="tiny-omni", inputs={"prompt": "x"})).id
 
 
-async def nobody_reads(aredis: Redis) -> None:
-    """Wait until no connection waits on a stream; far below the reads' own time-out."""
+async def nothing_is_left(aredis: Redis, before: set[asyncio.Task[object]]) -> None:
+    """Wait until no task of the wait runs and nobody watches any more."""
 
-    async def none() -> bool:
-        return not any("b" in c["flags"] for c in await aredis.client_list())
+    async def gone() -> bool:
+        return asyncio.all_tasks() <= before and await watching_connections(aredis) == 0
 
-    await eventually(none, 2, "no blocked connection")
+    await eventually(gone, 3, "no task and no watcher")
 
 
 @pytest.mark.parametrize("ticks", range(25))
 async def test_a_client_that_goes_at_any_tick_leaves_no_read_behind(
     services: Services, aredis: Redis, ticks: int
 ) -> None:
-    """redis-py drops a cancellation that meets the end of a write (CPython issue 86296)."""
+    before = asyncio.all_tasks()
 
     async def receive() -> Message:
         for _ in range(ticks):
@@ -49,26 +50,35 @@ async def test_a_client_that_goes_at_any_tick_leaves_no_read_behind(
     job_id = await new_job(services.store)
     with pytest.raises(ClientGone):
         await wait_for_end(services, receive, job_id, 60)
-    await nobody_reads(aredis)
+    await nothing_is_left(aredis, before)
 
 
 @pytest.mark.parametrize("ticks", range(25))
 async def test_a_stream_cancelled_at_any_tick_leaves_no_read_behind(
     services: Services, aredis: Redis, ticks: int
 ) -> None:
+    before = asyncio.all_tasks()
     events = services.store.events(await new_job(services.store), block=30)
 
     async def follow() -> None:
-        async for _ in until_set(events, asyncio.Event()):
-            pass
+        async with aclosing(events):
+            async for _ in events:
+                pass
 
-    following = asyncio.create_task(follow())
+    async def receive() -> Message:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async def watch() -> None:
+        await unless_gone(receive, follow())
+
+    following = asyncio.create_task(watch())
     for _ in range(ticks):
         await asyncio.sleep(0)
     following.cancel()
     await asyncio.wait({following}, timeout=1)
     assert following.done()
-    await nobody_reads(aredis)
+    await nothing_is_left(aredis, before)
 
 
 async def test_a_wait_ends_early_when_the_server_stops(services: Services) -> None:

@@ -67,6 +67,52 @@ def test_a_wrong_graph_is_refused(old: str, new: str, says: str) -> None:
     assert says in faults(GOOD.replace(old, new))[0]
 
 
+FULL = "{from: ar.hidden_states, to: dit.prompt_embeds}"
+WINDOW = FULL.replace("}", ", trigger: window, window: 2}")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (
+            "{from: input.prompt, to: ar.prompt}",
+            "{from: input.prompt, to: ar.prompt, trigger: window, window: 1}",
+            "an edge from the request has no window",
+        ),
+        (FULL, WINDOW.replace("window: 2", "window: 2, window_limit: 1"), "at least as large"),
+        (FULL, FULL.replace("}", ", window_limit: 4}"), "is given with 'window'"),
+        (
+            FULL,
+            f"{WINDOW}\n  - {{from: ar.text, to: dit.text}}",
+            "all edges from 'ar' to 'dit' have a window, or none",
+        ),
+        (
+            FULL,
+            f"{WINDOW}\n  - {WINDOW.replace('prompt_embeds', 'again')}",
+            "stage 'dit' reads the chunks of 'ar.hidden_states' once",
+        ),
+        (
+            FULL,
+            f"{FULL}\n  - {WINDOW.replace('dit.prompt_embeds', 'decode.hint')}",
+            "stage 'decode' also waits for 'ar' through 'dit'",
+        ),
+    ],
+)
+def test_a_window_that_cannot_work_is_refused(old: str, new: str, says: str) -> None:
+    """Such as one whose producer would wait for a reader that waits for the producer's end."""
+    assert old in GOOD
+    assert says in faults(GOOD.replace(old, new))[0]
+
+
+def test_a_window_edge_bounds_how_far_its_reader_may_be_behind() -> None:
+    def limit(window: int, more: str = "") -> int:
+        new = FULL.replace("}", f", trigger: window, window: {window}{more}}}")
+        edges = parse_pipeline(GOOD.replace(FULL, new), "p.yaml").edges
+        return next(e.limit for e in edges if e.window)
+
+    assert (limit(2), limit(20), limit(2, ", window_limit: 3")) == (16, 40, 3)
+
+
 @pytest.mark.parametrize(
     "text", ["", "[1, 2]", "name: [", "a: 1\na: 2", "&a [*a]", "{" * 5000, "\x00", "!!python/x 1"]
 )

@@ -314,10 +314,4 @@ async def test_only_one_of_many_racing_workers_runs_a_stage(store: JobStore) -> 
     grants = await asyncio.gather(*(begin(store, job, "a", f"w{i}") for i in range(20)))
     assert sum(g.verdict is Verdict.RUN for g in grants) == 1
     finished = await asyncio.gather(*(finish(store, job, "a", 1) for _ in range(20)))
-    assert sum(finished) == 1
-
-
-async def test_a_discarded_job_leaves_nothing(store: JobStore, aredis: redis.asyncio.Redis) -> None:
-    job = await create(store)
-    await store.discard(job.id)
-    assert await aredis.keys("*") == []
+    assert sum(map(bool, finished)) == 1

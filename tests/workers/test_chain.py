@@ -76,10 +76,10 @@ def test_a_join_is_linked_by_every_parent_and_needs_no_chord() -> None:
     root = chain.build(spec_of(pipeline), pipeline)
     assert root.options["task_id"] == "j1.a"
     ids = [
-        (below.options["task_id"], join.options["task_id"], last.options["task_id"])
+        (below["options"]["task_id"], join["options"]["task_id"], last["options"]["task_id"])
         for below in root.options["link"]
-        for join in below.options["link"]
-        for last in join.options["link"]
+        for join in below["options"]["link"]
+        for last in join["options"]["link"]
     ]
     assert ids == [("j1.b", "j1.d.b", "j1.e"), ("j1.c", "j1.d.c", "j1.e")]
     assert "chord" not in json.dumps(root)

@@ -1,7 +1,10 @@
-"""Celery's consumer with omniq's patience: a broker that comes back is noticed within seconds."""
+"""Celery's consumer with omniq's patience, in both directions: a broker that comes back is noticed
+within seconds, and nothing waits for the next turn of the hub's loop, which may be long in coming.
+"""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from celery.utils.log import get_logger
@@ -13,10 +16,46 @@ logger = get_logger(__name__)
 FIRST_WAIT = 0.2
 WAIT_STEP = 0.3
 LONGEST_WAIT = 2.0
+#: Acknowledgements and task events are sent together, at most so many seconds late.
+PACE = 0.02
 
 
 class StageConsumer(Consumer):
     """``worker_consumer = "omniq_workers.consumer:StageConsumer"``."""
+
+    _news_due = 0.0
+
+    def register_with_event_loop(self, hub: Any) -> None:
+        """The hub's loop starts; the channel of the tasks is there."""
+        super().register_with_event_loop(hub)
+        channel = self.task_consumer.channel
+        channel.start_ahead = self.pool.start_ahead
+        self.pool.hand_over = channel.hand_over
+        self.pool.limited = lambda name: self.task_buckets[name] is not None
+
+    def call_soon_ack(self, p: Any, *args: Any, **kwargs: Any) -> Any:
+        """Acknowledge or reject now; kombu's hub may sleep before it does what is called soon."""
+        p(*args, **kwargs)
+        self.on_send_event_buffered()
+        return p
+
+    def on_send_event_buffered(self) -> None:
+        """Have acknowledgements and events sent in a moment."""
+        now = time.monotonic()
+        if now >= self._news_due:
+            self._news_due = now + PACE
+            self.hub.call_later(PACE, self.send_news)
+
+    def send_news(self) -> None:
+        """Send what the broker and those who watch have still to be told."""
+        if self.task_consumer is not None and self.connection is not None:
+            self.task_consumer.channel.flush()
+        self._flush_events()
+
+    def shutdown(self) -> None:
+        """Send the last events; then as Celery."""
+        self._flush_events()
+        super().shutdown()
 
     def ensure_connected(self, conn: Any) -> Any:
         """Connect, trying for ever, at most two seconds apart (Celery: up to thirty)."""
@@ -42,10 +81,13 @@ class StageConsumer(Consumer):
         Otherwise they are delivered again when their leases lapse. Celery and kombu would try on
         closing the channel, when its transport is gone, and that ends the worker.
         """
+        if self.task_consumer is not None:
+            self.task_consumer.channel.hand_over()
         self.pool.connection_lost()
         if self.task_consumer is not None:
             channel = self.task_consumer.channel
             try:
+                channel.recover()
                 channel.qos.restore_unacked_once()
             except self.connection_errors as error:
                 logger.warning("messages of the lost connection are delivered later: %s", error)

@@ -24,7 +24,8 @@ class JobEmit:
     """An :class:`~omniq.engines.base.Emit` into the job store, at most 20 times a second.
 
     Progress that is overtaken is dropped, the last one never. Text that piles up goes as one piece.
-    Everything is written by a task on the loop that entered this object as a context.
+    Everything is written by a task on the loop that entered this object as a context; it starts
+    with the first thing that is said.
 
     Args:
         unwanted: called on the loop when the store answers that this run is no longer wanted.
@@ -44,7 +45,6 @@ class JobEmit:
         self._pump: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> JobEmit:
-        self._pump = asyncio.create_task(self._write_on())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -59,7 +59,7 @@ class JobEmit:
         """See :class:`~omniq.engines.base.Emit`."""
         with self._lock:
             self._progress = (step, total)
-        self._loop.call_soon_threadsafe(self._news.set)
+        self._loop.call_soon_threadsafe(self._look)
 
     def delta(self, output: str, value: Any) -> None:
         """See :class:`~omniq.engines.base.Emit`."""
@@ -69,7 +69,7 @@ class JobEmit:
                 self._deltas[-1] = (output, merged)
             else:
                 self._deltas.append((output, value))
-        self._loop.call_soon_threadsafe(self._news.set)
+        self._loop.call_soon_threadsafe(self._look)
 
     # -- on the loop -------------------------------------------------------------------------
 
@@ -80,6 +80,11 @@ class JobEmit:
             await self._write()
         except BrokerUnavailable as exc:
             logger.warning("the last progress of job %s is lost: %s", self._run[0], exc)
+
+    def _look(self) -> None:
+        self._news.set()
+        if self._pump is None and not self._closing.is_set():
+            self._pump = asyncio.create_task(self._write_on())
 
     async def _stop(self) -> None:
         self._closing.set()

@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from celery import Task
@@ -34,22 +35,53 @@ class Stop(StrEnum):
 SETTLED_BY_CELERY = frozenset({Stop.REVOKED, Stop.HARD_LIMIT})
 
 
-@dataclass(slots=True)
 class Delivery:
-    """One arrival of the task's message."""
+    """One arrival of the task's message, as it came, and then as Celery has it.
 
-    target: tuple[Any, ...]
-    """Arguments for Celery's tracer: name, id, request, body, content type, encoding."""
-    celery: Any
-    """Celery's ``Request``: settles the message, sends events."""
-    connection: int
-    """Number of the broker connection it came by; an older one can no longer acknowledge."""
+    Args:
+        message: kombu's message.
+        connection: number of the broker connection it came by; an older one can no longer
+            acknowledge.
+    """
 
-    @property
-    def request(self) -> dict[str, Any]:
-        """The message's headers and delivery information."""
-        request: dict[str, Any] = self.target[2]
-        return request
+    def __init__(self, message: Any, connection: int) -> None:
+        self._message, self.connection = message, connection
+        info, properties = message.delivery_info or {}, message.properties or {}
+        #: The message's headers and delivery information, under Celery's names.
+        self.request: dict[str, Any] = {
+            **message.headers,
+            "delivery_info": {
+                "redelivered": bool(info.get("redelivered")),
+                "priority": properties.get("priority"),
+            },
+        }
+        #: Arguments for Celery's tracer: name, id, request, body, content type, encoding.
+        self.target: tuple[Any, ...] = ()
+        #: Celery's ``Request``: settles the message, sends events. None before it knows of it.
+        self.celery: Any = None
+
+    @classmethod
+    def accepted(cls, target: tuple[Any, ...], celery: Any, connection: int) -> Delivery:
+        """A delivery that Celery hands over."""
+        delivery = cls(celery.message, connection)
+        delivery.accept(target, celery)
+        return delivery
+
+    def accept(self, target: tuple[Any, ...], celery: Any) -> None:
+        """Celery knows of it now."""
+        self.target, self.celery, self.request = target, celery, target[2]
+
+    @cached_property
+    def payload(self) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
+        """The message's body: arguments, keyword arguments, and what follows the task.
+
+        A body that fits no task raises as a task's own error would.
+        """
+        # A body without a content type is of an older protocol, which Celery has translated.
+        translated = bool(self.target) and not self.target[4]
+        body = self.target[3] if translated else self._message.payload
+        args, kwargs, embed = body
+        return args, kwargs, embed or {}
 
     @property
     def redelivered(self) -> bool:
@@ -70,6 +102,8 @@ class Flight:
     timers: list[Any] = field(default_factory=list)
     stopped: Stop | None = None
     ended: bool = False
+    rest: dict[str, Any] | None = None
+    """What is left of the message's callbacks and chain for Celery to send; None: all of it."""
     _result: Any = None
     _exception: BaseException | None = None
 
@@ -79,9 +113,28 @@ class Flight:
         return self.deliveries[-1]
 
     @property
+    def continuation(self) -> dict[str, Any]:
+        """What follows the task, as far as Celery has to send it."""
+        embed = self.delivery.payload[2]
+        return embed if self.rest is None else {**embed, **self.rest}
+
+    @property
     def dropped(self) -> bool:
         """Whether Celery has settled it, whatever the body still does."""
         return self.stopped in SETTLED_BY_CELERY
+
+    @property
+    def light(self) -> bool:
+        """Whether Celery has nothing to send, to store or to look up for the ended task."""
+        delivery = self.delivery
+        return (
+            not self.failed
+            and self.rest is not None
+            and not any(self.rest.values())
+            and not delivery.payload[2].get("chord")
+            and bool(delivery.request.get("ignore_result"))
+            and not delivery.redelivered
+        )
 
     @property
     def failed(self) -> bool:

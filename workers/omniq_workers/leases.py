@@ -6,7 +6,6 @@ visibility timeout. Renewing these times lets the timeout be seconds, however lo
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from celery import bootsteps
@@ -65,10 +64,7 @@ class Leases(bootsteps.StartStopStep):
         channel = c.task_consumer.channel
         tags = list(channel.qos._delivered)  # kombu has no other list of them
         if tags:
-            now = time.time()
-            with channel.conn_or_acquire() as client:
-                # XX: a message that was acknowledged or handed out meanwhile must not come back.
-                client.zadd(channel.unacked_index_key, dict.fromkeys(tags, now), xx=True)
+            channel.renew(tags)
 
     def _let_go(self, c: Any, silence: float) -> None:
         if self._wedged:

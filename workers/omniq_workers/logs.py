@@ -15,13 +15,15 @@ class RecentLines(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self._lines: deque[str] = deque(maxlen=LINES)
+        self._records: deque[logging.LogRecord] = deque(maxlen=LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one record."""
-        for line in self.format(record).splitlines():
-            self._lines.append(line[:LINE_CHARS])
+        """Keep one record; most are gone before anybody asks how they read."""
+        self._records.append(record)
 
     def last(self) -> list[str]:
         """Oldest first."""
-        return list(self._lines)
+        lines = [
+            line for record in list(self._records) for line in self.format(record).splitlines()
+        ]
+        return [line[:LINE_CHARS] for line in lines[-LINES:]]

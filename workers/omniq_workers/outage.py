@@ -17,6 +17,8 @@ T = TypeVar("T")
 PATIENCE = 30.0
 FIRST_WAIT = 0.1
 LONGEST_WAIT = 1.0
+#: A call that failed only after so many seconds had a working broker until then.
+WORKED = 5.0
 
 
 async def through_outage(call: Callable[[bool], Awaitable[T]], patience: float = PATIENCE) -> T:
@@ -41,3 +43,24 @@ async def through_outage(call: Callable[[bool], Awaitable[T]], patience: float =
             again = True
             await asyncio.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT)
+
+
+async def through_outages(call: Callable[[], Awaitable[T]], patience: float = PATIENCE) -> T:
+    """Await ``call()``, which may wait for long and be repeated, through every short outage.
+
+    Raises:
+        BrokerUnavailable: one outage lasted longer than ``patience`` seconds.
+    """
+    deadline = 0.0
+    while True:
+        began = time.monotonic()
+        try:
+            return await call()
+        except BrokerUnavailable as exc:
+            now = time.monotonic()
+            if deadline < began or now - began > WORKED:  # this is another outage
+                logger.warning("waiting for the broker: %s", exc)
+                deadline = now + patience
+            if now > deadline:
+                raise
+            await asyncio.sleep(FIRST_WAIT)

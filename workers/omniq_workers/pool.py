@@ -6,7 +6,8 @@ Three threads:
   limits fire, and acknowledgements and events are sent, here, where Celery keeps unlocked state;
 * *engine*, the asyncio loop that owns the engine and runs every body;
 * *finisher*: when a body has ended, Celery's own tracer runs with the outcome already known, so
-  that results, continuation of chains, retries and hooks are Celery's code and not a copy of it.
+  that results, continuation of chains, retries and hooks are Celery's code and not a copy of it. It
+  may wait for the broker; where it has nothing to send or store it runs on the hub's thread.
 """
 
 from __future__ import annotations
@@ -21,24 +22,28 @@ from typing import Any, Protocol
 
 from billiard.einfo import ExceptionInfo
 from celery import states
-from celery.app.trace import build_tracer
 from celery.concurrency.base import BasePool
 from celery.exceptions import Ignore, Reject, WorkerShutdown
 from celery.platforms import EX_FAILURE, EX_OK
 from celery.utils.log import get_logger
 from celery.worker import state as worker_state
 from kombu.exceptions import OperationalError
-from kombu.serialization import loads, prepare_accept_content
 
+from omniq.publish import STAGE
 from omniq.settings import get_settings
 from omniq.tasks import EngineTask, current_flight
 from omniq_workers.flight import Delivery, Flight, Stop
 from omniq_workers.loop import EngineLoop, Interrupted
+from omniq_workers.tracers import Tracers
 
 logger = get_logger(__name__)
 
 #: After the drain time, bodies that were told to stop get so long to do it.
 RETURN_SECONDS = 0.7
+#: In place of an outcome: the tracer has still to run, and waits for nothing, or may wait.
+_TRACE_HERE, _TRACE_ASIDE = object(), object()
+#: Celery hears of a task that started ahead of it so many seconds later, or when it has ended.
+HAND_OVER_SECONDS = 0.002
 
 
 class CannotStart(Exception):
@@ -57,18 +62,6 @@ class Service(Protocol):
 
     async def draining(self) -> None:
         """Called when the worker takes no more tasks; those it has get some time to end."""
-
-
-class _Clock:
-    """``monotonic`` for one tracer call: the first reading is the body's start, so that the
-    runtimes in events and logs are the body's and not the tracer's.
-    """
-
-    start: float | None = None
-
-    def __call__(self) -> float:
-        start, self.start = self.start, None
-        return start if start is not None else time.monotonic()
 
 
 class EnginePool(BasePool):
@@ -91,15 +84,18 @@ class EnginePool(BasePool):
         self.loop = EngineLoop()
         self.hub: Any = None
         self._connection = 0
-        self._tracers: dict[str, Any] = {}
-        self._clock = _Clock()
+        self._here, self._aside = Tracers(quiet=True), Tracers(quiet=False)
         self._settled: queue.SimpleQueue[tuple[Flight, Any]] = queue.SimpleQueue()
+        #: Tasks that run already, by id, and that Celery has still to hear of.
+        self._ahead: dict[str, Flight] = {}
+        self._ahead_until = 0.0
+        #: Gives Celery the messages it has still to hear of; on the hub's thread.
+        self.hand_over: Callable[[], object] = _nothing
 
     # -- life cycle --------------------------------------------------------------------------
 
     def on_start(self) -> None:
         """Start the threads, then the service; only then the worker goes on to consume."""
-        self._accept = prepare_accept_content(self.app.conf.accept_content)
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="finisher")
         self.loop.start()
         self._service: Service | None = getattr(self.app, "service", None)
@@ -182,8 +178,14 @@ class EnginePool(BasePool):
     ) -> Flight:
         """Take one task; returns at once."""
         name, uuid = args[0], args[1]
-        # The callbacks are methods of Celery's request.
-        delivery = Delivery(args, callback.__self__, self._connection)
+        request = callback.__self__  # the callbacks are methods of Celery's request
+        ahead = self._ahead.pop(uuid, None)
+        if ahead is not None:
+            ahead.delivery.accept(args, request)
+            accept_callback(os.getpid(), ahead.started)
+            self._limits(ahead, soft_timeout, timeout)
+            return ahead
+        delivery = Delivery.accepted(args, request, self._connection)
         running = self._adopting(uuid, delivery)
         if running is not None:
             logger.info("task %s was delivered again and still runs here: adopted", uuid)
@@ -193,15 +195,59 @@ class EnginePool(BasePool):
         flight = Flight(self, self.app.tasks[name], uuid, [delivery])
         # May find that the task was revoked while it waited, and call the request's terminate().
         accept_callback(os.getpid(), flight.started)
-        self.flights.add(flight)
-        self.max_in_flight = max(self.max_in_flight, len(self.flights))
+        self._add(flight)
         if not isinstance(flight.task, EngineTask) or self._already_done(flight):
             self._finisher.submit(self._finish, flight)
             return flight
-        self._limit(flight, soft_timeout or self.options.get("soft_timeout"), Stop.SOFT_LIMIT)
-        self._limit(flight, timeout or self.options.get("timeout"), Stop.HARD_LIMIT)
+        self._limits(flight, soft_timeout, timeout)
         self.loop.call(self._spawn, flight)
         return flight
+
+    def start_ahead(self, message: Any) -> bool:
+        """Start a stage's task before Celery has heard of it, which takes a while.
+
+        Celery hears of it by :attr:`hand_over`. False: it has to decide first. On the hub's thread.
+        """
+        headers = message.headers or {}
+        uuid, name = headers.get("id", ""), headers.get("task")
+        if (
+            name != STAGE
+            or self._service is None
+            or self.stopping
+            or message.content_type not in message.accept
+            or headers.get("eta") is not None
+            or headers.get("expires") is not None
+            or headers.get("stamped_headers")
+            or any(headers.get("timelimit") or ())
+            or uuid in worker_state.revoked
+            or self.limited(name)
+            or any(f.id == uuid for f in self.flights)
+        ):
+            return False
+        flight = Flight(self, self.app.tasks[name], uuid, [Delivery(message, self._connection)])
+        self._add(flight)
+        self._ahead[uuid] = flight
+        self.loop.call(self._spawn, flight)
+        now = time.monotonic()
+        if now >= self._ahead_until:
+            self._ahead_until = now + HAND_OVER_SECONDS
+            self.hub.call_later(HAND_OVER_SECONDS, self._hand_over)
+        return True
+
+    def _hand_over(self) -> None:
+        self.hand_over()
+        # Refused by Celery meanwhile, such as a task that was revoked.
+        for flight in self._ahead.values():
+            flight.stop(Stop.RETURN)
+        self._ahead.clear()
+
+    def limited(self, name: str) -> bool:
+        """Whether Celery limits the rate of these tasks; set by the consumer."""
+        return False
+
+    def _add(self, flight: Flight) -> None:
+        self.flights.add(flight)
+        self.max_in_flight = max(self.max_in_flight, len(self.flights))
 
     def _adopting(self, uuid: str, delivery: Delivery) -> Flight | None:
         """The running task that this delivery repeats.
@@ -220,6 +266,10 @@ class EnginePool(BasePool):
         done = flight.task.AsyncResult(flight.id).state == states.SUCCESS
         return done and bool(self.app.conf.worker_deduplicate_successful_tasks)
 
+    def _limits(self, flight: Flight, soft: float | None, hard: float | None) -> None:
+        self._limit(flight, soft or self.options.get("soft_timeout"), Stop.SOFT_LIMIT)
+        self._limit(flight, hard or self.options.get("timeout"), Stop.HARD_LIMIT)
+
     def _limit(self, flight: Flight, seconds: float | None, why: Stop) -> None:
         if seconds:
             flight.timers.append(self.hub.call_later(seconds, self._expire, flight, seconds, why))
@@ -234,7 +284,7 @@ class EnginePool(BasePool):
     def _spawn(self, flight: Flight) -> None:
         if flight.stopped is not None:
             flight.end(None)
-            self._finisher.submit(self._finish, flight)
+            self._settle_soon(flight, _TRACE_ASIDE)
             return
         context = contextvars.copy_context()
         context.run(current_flight.set, flight)
@@ -245,49 +295,38 @@ class EnginePool(BasePool):
 
     async def _body(self, flight: Flight) -> Any:
         """A payload or call that does not fit the task fails as the body's own error."""
-        args, kwargs, _ = self._payload(flight.delivery)
+        args, kwargs, _ = flight.delivery.payload
         return await flight.task.run(*args, **kwargs)
 
     def _ended(self, flight: Flight, future: Any) -> None:
         flight.end(future)
-        self._finisher.submit(self._finish, flight)
+        self._settle_soon(flight, _TRACE_HERE if flight.light else _TRACE_ASIDE)
 
-    def _payload(self, delivery: Delivery) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
-        body, content_type, encoding = delivery.target[3:6]
-        if content_type:
-            body = loads(body, content_type, encoding, accept=self._accept)
-        args, kwargs, embed = body
-        return args, kwargs, embed or {}
-
-    # -- finishing (finisher thread) ---------------------------------------------------------
+    # -- finishing (finisher thread, or the hub's) ---------------------------------------------
 
     def _finish(self, flight: Flight) -> None:
-        outcome: Any = None
-        try:
-            returned = flight.stopped is Stop.RETURN and flight.failed
-            if not flight.dropped and not returned:
-                outcome = self._trace(flight)
-        except Exception:  # reported to Celery, whatever it is
-            outcome = ExceptionInfo()
+        self._settle_soon(flight, self._outcome(flight, self._aside))
+
+    def _settle_soon(self, flight: Flight, outcome: Any) -> None:
         self._settled.put((flight, outcome))
         if self.hub is not None:
             self.hub.call_soon(self._settle_all)
 
-    def _trace(self, flight: Flight) -> Any:
-        name, uuid, request = flight.delivery.target[:3]
-        tracer = self._tracers.get(name)
-        if tracer is None:
-            tracer = self._tracers[name] = build_tracer(
-                name,
-                flight.task,
-                self.app.loader,
-                request["hostname"],
-                app=self.app,
-                monotonic=self._clock,
-            )
-        args, kwargs, embed = self._payload(flight.delivery)
-        request.update({"args": args, "kwargs": kwargs, "is_eager": False}, **embed)
-        self._clock.start = flight.started
+    def _outcome(self, flight: Flight, tracers: Tracers) -> Any:
+        returned = flight.stopped is Stop.RETURN and flight.failed
+        if flight.dropped or returned or flight.delivery.celery is None:
+            return None
+        try:
+            return self._trace(flight, tracers)
+        except Exception:  # reported to Celery, whatever it is
+            return ExceptionInfo()
+
+    def _trace(self, flight: Flight, tracers: Tracers) -> Any:
+        uuid, request = flight.delivery.target[1:3]
+        tracer = tracers.of(flight.task, request["hostname"])
+        args, kwargs, _ = flight.delivery.payload
+        request.update({"args": args, "kwargs": kwargs, "is_eager": False}, **flight.continuation)
+        tracers.clock.start = flight.started
         token = current_flight.set(flight)
         try:
             traced = tracer(uuid, args, kwargs, request)
@@ -306,6 +345,7 @@ class EnginePool(BasePool):
     # -- settling (hub thread) ---------------------------------------------------------------
 
     def _settle_all(self) -> None:
+        self._hand_over()
         while True:
             try:
                 settled = self._settled.get_nowait()
@@ -314,6 +354,11 @@ class EnginePool(BasePool):
             self._settle(*settled)
 
     def _settle(self, flight: Flight, outcome: Any) -> None:
+        if outcome is _TRACE_ASIDE:
+            self._finisher.submit(self._finish, flight)
+            return
+        if outcome is _TRACE_HERE:
+            outcome = self._outcome(flight, self._here)
         for timer in flight.timers:
             self.hub.timer.cancel(timer)
         self.flights.discard(flight)
@@ -323,9 +368,9 @@ class EnginePool(BasePool):
             if old.connection == self._connection:
                 # Its message is the one that was delivered again; this frees its prefetch slot.
                 old.celery.on_failure(_einfo(Ignore()))
-        if flight.dropped:
-            return
         request = flight.delivery.celery
+        if flight.dropped or request is None:
+            return
         if flight.delivery.connection != self._connection:
             # Lost with its connection: delivered again, it will find its work done.
             request.acknowledged = True

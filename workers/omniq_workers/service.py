@@ -19,12 +19,15 @@ from omniq.jobs.store import JobStore
 from omniq.jobs.workers import WorkerRegistry, WorkerState
 from omniq.outputs import MultimodalOutputProcessor
 from omniq.settings import get_settings
+from omniq.streams import ChunkStreams
 from omniq_workers.cancel import listen
 from omniq_workers.heartbeat import Heartbeat, first_info
 from omniq_workers.logs import RecentLines
+from omniq_workers.pieces import Pieces
 from omniq_workers.pool import CannotStart
 from omniq_workers.stage_io import StageIO
 from omniq_workers.stage_run import StageRunner
+from omniq_workers.windows import Windows
 
 if TYPE_CHECKING:
     from omniq.blobs import BlobRouter
@@ -62,6 +65,7 @@ class StageService:
         self.pool: Any = None
         self._router: BlobRouter | None = None
         self._store: JobStore | None = None
+        self._streams: ChunkStreams | None = None
         self._heartbeat: Heartbeat | None = None
         self._failed = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -114,11 +118,24 @@ class StageService:
             registry=registry,
             host=host,
         )
+        self._streams = ChunkStreams(store.redis)
         runner = StageRunner(
             self.stage,
             self.engine,
             store=store,
             io=io,
+            windows=Windows(
+                self.pipeline,
+                self.stage.stage_id,
+                streams=self._streams,
+                io=io,
+                pieces=Pieces(
+                    self.pipeline.outputs_of(self.stage.stage_id),
+                    streams=self._streams,
+                    store=store,
+                    processor=processor,
+                ),
+            ),
             worker_id=self.worker_id,
             dead=self._engine_died,
         )
@@ -235,6 +252,8 @@ class StageService:
             await self._heartbeat.stop(remove=not self._failed)
         if self.engine is not None:
             await self.engine.unload()
+        if self._streams is not None:
+            self._streams.close()
         if self._store is not None:
             await self._store.close()
         await asyncio.get_running_loop().shutdown_default_executor()

@@ -29,12 +29,16 @@ logger = get_logger(__name__)
 
 #: For so many seconds the registry's answer about consumers is good enough.
 CONSUMERS_FRESH = 1.0
+#: A blob of at most so many bytes is copied in shared memory before a thread would have started.
+INLINE_BYTES = 4 << 20
+#: Most blobs that the record is told of at once.
+MOST_FREED = 1000
 
 
 class StageIO:
     """Reads what the stages before left, writes what the stages behind and the client need.
 
-    Blobs are copied in threads: the loop goes on meanwhile.
+    Blobs are copied in threads, except for small ones in shared memory: the loop goes on meanwhile.
     """
 
     def __init__(
@@ -50,21 +54,27 @@ class StageIO:
     ) -> None:
         self._pipeline, self._stage_id = pipeline, stage_id
         self._router, self._processor = router, processor
-        self._store, self._registry, self._host = store, registry, host
+        self._store, self._registry, self.host = store, registry, host
         self._edges = pipeline.edges_into(stage_id)
         self._outputs = pipeline.outputs_of(stage_id)
-        #: Outputs that stages behind read.
+        #: Outputs that stages behind read as a whole.
         self._passed_on = {
-            e.source.partition(".")[2] for e in pipeline.edges if e.producer == stage_id
+            e.source.partition(".")[2]
+            for e in pipeline.edges
+            if e.producer == stage_id and e.trigger == "full"
         }
         self._local, self._local_until = False, 0.0
+        #: What was freed here and is still on this host's garbage list.
+        self._freed: list[str] = []
+        #: Until then blobs are written in threads, because shared memory was full.
+        self._threads_until = time.monotonic() if router.shm is not None else float("inf")
 
     # -- inputs ------------------------------------------------------------------------------
 
     async def inputs(
         self, spec: JobSpec, upstream: Mapping[str, Mapping[str, Any]]
     ) -> dict[str, StageInput]:
-        """Every input of the stage by its name; an optional input of the request may be missing.
+        """Every whole input by its name; an optional input of the request may be missing.
 
         Raises:
             BlobError: a blob cannot be read.
@@ -75,6 +85,8 @@ class StageIO:
         for edge in self._edges:
             name = edge.target.partition(".")[2]
             output = edge.source.partition(".")[2]
+            if edge.trigger == "window":
+                continue  # arrives by chunks: omniq_workers.windows
             if edge.producer == REQUEST:
                 if output in spec.inputs:
                     found[name] = StageInput(value=spec.inputs[output])
@@ -85,9 +97,10 @@ class StageIO:
             found[name] = StageInput(value=made.get("value"))
             if "blob" in made:
                 blobs[name] = BlobRef.model_validate(made["blob"])
-        read = await asyncio.gather(
-            *(asyncio.to_thread(self._router.get, b) for b in blobs.values())
-        )
+        if len(blobs) == 1:
+            read = [await self.read(ref) for ref in blobs.values()]
+        else:
+            read = await asyncio.gather(*map(self.read, blobs.values()))
         for name, tensors in zip(blobs, read, strict=True):
             found[name] = StageInput(value=found[name].value, tensors=tensors)
         return found
@@ -112,7 +125,7 @@ class StageIO:
             if name in output.values:
                 made["value"] = output.values[name]
             if name in output.tensors:
-                ref = await self._put(run, name, output.tensors[name])
+                ref = await self.put(run, name, output.tensors[name])
                 run.blobs.append(ref)
                 made["blob"] = ref.model_dump(mode="json")
             outputs[name] = made
@@ -125,9 +138,29 @@ class StageIO:
             metrics=output.metrics,
         )
 
-    async def _put(self, run: Run, name: str, tensors: Mapping[str, torch.Tensor]) -> BlobRef:
+    async def read(self, ref: BlobRef) -> dict[str, torch.Tensor]:
+        """The tensors of one blob, read-only.
+
+        Raises:
+            BlobError: it cannot be read.
+        """
+        if ref.store == "shm" and ref.host == self.host and ref.nbytes <= INLINE_BYTES:
+            return self._router.get(ref)
+        return await asyncio.to_thread(self._router.get, ref)
+
+    async def put(self, run: Run, name: str, tensors: Mapping[str, torch.Tensor]) -> BlobRef:
+        """Write one blob for the stages behind; the caller sees to its end.
+
+        Raises:
+            BlobError: it cannot be written.
+        """
         blob_id = ".".join(map(str, (*run.key, name)))
         local = await self._consumers_local()
+        if local and time.monotonic() > self._threads_until and _is_small(tensors):
+            ref = self._router.put(blob_id, tensors, consumers_local=True)
+            if ref.store != "shm":  # there is no room, and Redis is not for the loop to wait for
+                self._threads_until = time.monotonic() + CONSUMERS_FRESH
+            return ref
         return await asyncio.to_thread(self._router.put, blob_id, tensors, consumers_local=local)
 
     async def _consumers_local(self) -> bool:
@@ -136,7 +169,7 @@ class StageIO:
             workers = await self._registry.all(self._pipeline.name)
             alive = [w for w in workers if w.state is not WorkerState.FAILED]
             self._local = all(
-                hosts == {self._host}
+                hosts == {self.host}
                 for hosts in (
                     {w.host for w in alive if w.stage == stage}
                     for stage in self._pipeline.downstream(self._stage_id)
@@ -157,7 +190,10 @@ class StageIO:
         for name, config in self._outputs.items():
             source = config.source.partition(".")[2]
             data = _data_of(output, source, config)
-            done = await asyncio.to_thread(self._processor.process, name, config, data, context)
+            if config.type is Modality.TEXT:  # nothing to encode
+                done = self._processor.process(name, config, data, context)
+            else:
+                done = await asyncio.to_thread(self._processor.process, name, config, data, context)
             if done.value is not None:
                 values[name] = done.value
             if (file := done.artifact) is not None:
@@ -171,6 +207,26 @@ class StageIO:
                 )
         return values, artifacts
 
+    def free_here(self, garbage: Sequence[str]) -> None:
+        """Free blobs in this host's shared memory that no job needs; the host's garbage list has
+        them too, in case that it cannot be done now.
+        """
+        shm = self._router.shm
+        if shm is None:
+            return
+        for entry in garbage:
+            try:
+                freed = shm.delete(BlobRef.from_json(entry))
+            except BlobError as exc:
+                logger.warning("a blob is left to the garbage collection: %s", exc)
+            else:
+                self._freed += [entry] if freed else []
+
+    def take_freed(self) -> list[str]:
+        """What :meth:`free_here` has freed since this was last called; for the garbage list."""
+        freed, self._freed = self._freed[:MOST_FREED], self._freed[MOST_FREED:]
+        return freed
+
     async def free(self, blobs: Sequence[BlobRef]) -> None:
         """Delete blobs that nobody will read. What cannot be deleted now expires by itself."""
         for ref in blobs:
@@ -178,6 +234,12 @@ class StageIO:
                 await asyncio.to_thread(self._router.delete, ref)
             except (BlobError, BrokerUnavailable) as exc:
                 logger.warning("blob %s is left to be swept or to expire: %s", ref.id, exc)
+
+
+def _is_small(tensors: Mapping[str, torch.Tensor]) -> bool:
+    return sum(t.nbytes for t in tensors.values()) <= INLINE_BYTES and all(
+        t.device.type == "cpu" for t in tensors.values()
+    )
 
 
 def _data_of(output: StageOutput, source: str, config: OutputConfig) -> Any:

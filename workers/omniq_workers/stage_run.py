@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from omniq.errors import (
 )
 from omniq.jobs.model import JobSpec, JobState, StageGrant, StageResult, StageState, Verdict
 from omniq.jobs.store import JobStore
+from omniq.publish import Continuation, Parent, continuation
 from omniq.tasks import GiveBack, RetryLater, current_flight
 from omniq_workers.emit import JobEmit
 from omniq_workers.flight import Flight, Stop
@@ -32,6 +34,7 @@ from omniq_workers.outage import through_outage
 
 if TYPE_CHECKING:
     from omniq_workers.stage_io import StageIO
+    from omniq_workers.windows import RunWindows, Windows
 
 logger = get_logger(__name__)
 
@@ -39,6 +42,14 @@ logger = get_logger(__name__)
 STOP_SECONDS = 30.0
 #: Retry delays vary by so much both ways, so that what failed together is not tried together.
 JITTER = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What a run that succeeds returns to Celery, and what follows it."""
+
+    message: str
+    following: Continuation
 
 
 @dataclass(eq=False)
@@ -50,7 +61,11 @@ class Run:
     grant: StageGrant
     flight: Flight
     unwanted: bool = False
+    lost: bool = False
+    """Released already, because a stage before that streams to it has to run again."""
     blobs: list[BlobRef] = field(default_factory=list)
+    ending: Ending | None = None
+    """Set once the record has been asked to take the outputs."""
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -63,12 +78,28 @@ class Run:
         assert self.grant.spec is not None, "a granted run carries the job's specification"
         return self.grant.spec
 
+    @property
+    def parent(self) -> Parent:
+        """The run's task, as the messages it sends name it."""
+        request = self.flight.delivery.request
+        return Parent(
+            id=self.flight.id,
+            root=request.get("root_id") or self.flight.id,
+            priority=(request.get("delivery_info") or {}).get("priority"),
+        )
+
     def cancel(self) -> None:
         """Nobody wants the outcome any more; on the engine loop."""
         if not self.unwanted:
             self.unwanted = True
             if self.flight.future is not None:
                 self.flight.future.cancel()
+
+    def let_go(self) -> None:
+        """The run has been released and is to stop; on the engine loop."""
+        self.lost = True
+        if self.flight.future is not None:
+            self.flight.future.cancel()
 
 
 class StageRunner:
@@ -85,11 +116,12 @@ class StageRunner:
         *,
         store: JobStore,
         io: StageIO,
+        windows: Windows,
         worker_id: str,
         dead: Callable[[EngineDead], object],
     ) -> None:
         self._stage, self._engine, self._store, self._io = stage, engine, store, io
-        self._worker_id, self._dead = worker_id, dead
+        self._windows, self._worker_id, self._dead = windows, worker_id, dead
         self._runs: set[Run] = set()
 
     # -- cancellation ------------------------------------------------------------------------
@@ -112,7 +144,7 @@ class StageRunner:
 
     # -- running -----------------------------------------------------------------------------
 
-    async def run(self, job_id: str, stage: str) -> dict[str, Any]:
+    async def run(self, job_id: str, stage: str) -> str:
         """See :class:`omniq.tasks.StageRunner`."""
         if stage != self._stage.stage_id:
             raise ConfigError(f"this worker runs stage {self._stage.stage_id!r}, not {stage!r}")
@@ -122,7 +154,7 @@ class StageRunner:
             # Nothing is known to be recorded: whoever gets the message next finds out.
             raise GiveBack(str(exc)) from exc
 
-    async def _deliver(self, job_id: str, stage: str) -> dict[str, Any]:
+    async def _deliver(self, job_id: str, stage: str) -> str:
         flight = current_flight.get()
         assert isinstance(flight, Flight)
         grant = await self._begin(job_id, flight)
@@ -136,6 +168,8 @@ class StageRunner:
         try:
             return await self._run(run)
         except asyncio.CancelledError:
+            if run.ending is not None and await through_outage(lambda _: self._is_recorded(run)):
+                return _succeeded(run, run.ending)  # the cancellation came too late
             await self._cancelled(run)
             raise
         except Exception as exc:  # every outcome is recorded, then raised for Celery
@@ -156,27 +190,39 @@ class StageRunner:
 
         return await through_outage(begin)
 
-    async def _run(self, run: Run) -> dict[str, Any]:
+    async def _run(self, run: Run) -> str:
         inputs = await self._io.inputs(run.spec, run.grant.upstream)
-        async with JobEmit(self._store, *run.key, run.cancel) as emit:
-            output = await self._in_engine(run, inputs, emit)
+        async with JobEmit(self._store, *run.key, run.cancel) as emit, self._windows.of(run) as win:
+            output = await self._in_engine(run, {**inputs, **win.inputs()}, win, emit)
             await emit.flush()
         result = await self._io.store(run, output)
-        if not await through_outage(lambda again: self._finish(run, result, again)):
+        for name, made in win.outputs().items():
+            result.outputs.setdefault(name, {}).update(made)
+        ending = run.ending = _ending(run, result)
+        if not await through_outage(lambda again: self._finish(run, result, ending, again)):
             logger.info("job %s stage %s: the outcome is no longer wanted", *run.key[:2])
             await self._io.free(run.blobs)
             raise Ignore("no longer wanted")
-        return _message(run.stage, result.outputs)
+        await win.drained()
+        seconds = time.monotonic() - run.flight.started
+        logger.debug("job %s stage %s: done in %.3f s", *run.key[:2], seconds)
+        return _succeeded(run, ending)
 
     async def _in_engine(
-        self, run: Run, inputs: Mapping[str, StageInput], emit: JobEmit
+        self, run: Run, inputs: Mapping[str, StageInput], windows: RunWindows, emit: JobEmit
     ) -> StageOutput:
         request = StageRequest(
             request_id=f"{run.job_id}.{run.stage}.{run.grant.fence}",
             params=run.spec.parameters.get(run.stage, {}),
             priority=run.spec.priority,
         )
-        work = asyncio.create_task(self._engine.run(request, inputs, emit))
+
+        async def serve() -> StageOutput:
+            output = await self._engine.run(request, inputs, windows.speaker(emit))
+            await windows.finish(output)
+            return output
+
+        work = asyncio.create_task(serve())
         limit = self._stage.time_limit
         try:
             done, _ = await asyncio.wait({work}, timeout=limit)
@@ -191,12 +237,18 @@ class StageRunner:
             hint="raise time_limit in the pipeline, or ask for less",
         )
 
-    async def _finish(self, run: Run, result: StageResult, again: bool) -> bool:
-        if await self._store.finish_stage(*run.key, result):
+    async def _finish(self, run: Run, result: StageResult, ending: Ending, again: bool) -> bool:
+        freed = self._io.take_freed()
+        done = await self._store.finish_stage(
+            *run.key, result, ending.following.posts, host=self._io.host, freed=freed
+        )
+        self._io.free_here(done.garbage)
+        if done:
             return True
-        if not again:
-            return False
         # Refused, or done by the call whose answer was lost.
+        return again and await self._is_recorded(run)
+
+    async def _is_recorded(self, run: Run) -> bool:
         stage = (await self._store.get(run.job_id)).stages[run.stage]
         return stage.state is StageState.SUCCEEDED and stage.attempts == run.grant.attempt
 
@@ -209,6 +261,8 @@ class StageRunner:
         if run.unwanted or why is Stop.REVOKED:
             await through_outage(lambda _: self._store.stop_stage(*run.key))
             raise Ignore("cancelled")
+        if run.lost:
+            raise Ignore("released")
         if why is Stop.RETURN:
             await through_outage(lambda _: self._store.release_stage(*run.key))
             return
@@ -266,15 +320,33 @@ async def _stopped(work: asyncio.Task[StageOutput]) -> None:
         work.exception()  # retrieved: the outcome of a stopped run is nobody's
 
 
-def _message(stage: str, outputs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _ending(run: Run, result: StageResult) -> Ending:
+    delivery = run.flight.delivery
+    parent = Parent(
+        id=run.flight.id,
+        root=delivery.request.get("root_id") or run.flight.id,
+        priority=(delivery.request.get("delivery_info") or {}).get("priority"),
+    )
+    message = _message(run.stage, result.outputs)
+    return Ending(
+        message, continuation(delivery.payload[2], run.job_id, result=message, parent=parent)
+    )
+
+
+def _succeeded(run: Run, ending: Ending) -> str:
+    """The outputs are recorded, the next stages sent: Celery has to send only the rest."""
+    following = ending.following
+    run.flight.rest = {"callbacks": following.callbacks, "chain": following.chain}
+    return ending.message
+
+
+def _message(stage: str, outputs: Mapping[str, Mapping[str, Any]]) -> str:
     """What the next stage's task gets as its first argument: names, for people."""
-    return {
-        "stage": stage,
-        "outputs": {
-            name: output["blob"]["id"] if "blob" in output else "value"
-            for name, output in outputs.items()
-        },
-    }
+    made = (
+        f"{name}={output['blob']['id'] if 'blob' in output else 'value'}"
+        for name, output in outputs.items()
+    )
+    return f"{stage}: {', '.join(made)}"
 
 
 def _internal(exc: Exception) -> dict[str, Any]:

@@ -21,14 +21,17 @@ from celery.apps.worker import Worker, install_cry_handler
 from celery.platforms import EX_OK
 from celery.utils.log import get_logger
 from celery.worker import state
+from celery.worker.strategy import logger as strategy_logger
 
 from omniq import keys
 from omniq.config import available_pipelines
 from omniq.errors import ConfigError
 from omniq_workers.devices import pin
+from omniq_workers.events import StageDispatcher
 from omniq_workers.leases import Leases
 from omniq_workers.logs import RecentLines
 from omniq_workers.service import StageService
+from omniq_workers.transport import StageConnection
 
 logger = get_logger(__name__)
 
@@ -71,12 +74,16 @@ class StageWorker(Worker):
     def on_init_blueprint(self) -> None:
         """Logging is up; steps and service are decided before the parts are made."""
         super().on_init_blueprint()
+        self.app.amqp.Connection = StageConnection
+        self.app.events.dispatcher_cls = StageDispatcher
         self.app.steps["worker"].add(ServiceStep)
         self.app.steps["consumer"].add(Leases)
         if self.app.service is None:
             self.app.service = self._service_of_queues()
         if self.app.service is not None:
             logging.getLogger().addHandler(self.app.service.lines)
+            # A line for each task; the job's events say the same.
+            strategy_logger.setLevel(logging.WARNING)
 
     def _service_of_queues(self) -> StageService | None:
         """The service of the one stage queue among those that this worker consumes, if any."""

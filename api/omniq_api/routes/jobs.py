@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
 from typing import Annotated, Any
 
+import orjson
 from fastapi import APIRouter, Body, Header, Path, Query, Request, Response
-from pydantic import AfterValidator
+from pydantic import AfterValidator, ValidationError
 
 from omniq.jobs.model import JobEvent, JobRecord
 from omniq.submit import submit
@@ -21,15 +23,39 @@ from omniq_api.schemas import (
     job_summary,
     job_view,
 )
-from omniq_api.services import Base, Live, Services
-from omniq_api.sse import HEARTBEAT, EventStreamResponse, check_event_id, stream
-from omniq_api.strict_json import StrictJSONRoute
+from omniq_api.services import Base, Live, Services, live_services, mount_path
+from omniq_api.sse import HEARTBEAT, EventStreamResponse, check_event_id
+from omniq_api.strict_json import StrictJSONRequest, StrictJSONRoute
 from omniq_api.waiting import ClientGone, wait_for_end
 
 MAX_WAIT = 60.0
 BEGINNING = "0"
 
+
+class PlainFirstRoute(StrictJSONRoute):
+    """A submission route whose plainest form skips FastAPI's solving of dependencies.
+
+    Plain is a faultless JSON body without a query. Everything else takes the long way, which is
+    the only one that reports faults.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The short way in front of the long one."""
+        thorough = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            request = StrictJSONRequest(request.scope, request.receive)
+            body = await _plain_body(request)
+            if body is None:
+                return await thorough(request)
+            services = await live_services(request)
+            return _job_response(await submit_request(services, body), await mount_path(request))
+
+        return handler
+
+
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"], route_class=StrictJSONRoute)
+submission = APIRouter(prefix="/v1/jobs", tags=["jobs"], route_class=PlainFirstRoute)
 
 JobId = Annotated[str, Path(examples=[EXAMPLE_ID])]
 Wait = Annotated[
@@ -79,7 +105,28 @@ async def submit_request(services: Services, body: JobRequest) -> JobRecord:
     )
 
 
-@router.post(
+async def _plain_body(request: StrictJSONRequest) -> JobRequest | None:
+    """The body if this is a plain submission; None if anything about it needs a closer look."""
+    scope = request.scope
+    if scope["query_string"] or request.headers.get("content-type") != "application/json":
+        return None
+    try:
+        return JobRequest.model_validate(await request.json())
+    except (orjson.JSONDecodeError, ValidationError):
+        return None
+
+
+def _job_response(record: JobRecord, base: str) -> Response:
+    view = job_view(record, base)
+    return Response(
+        view.model_dump_json(),
+        200 if record.state.final else 202,
+        {"location": view.urls.self},
+        "application/json",
+    )
+
+
+@submission.post(
     "",
     status_code=202,
     summary="Submit a job",
@@ -89,12 +136,11 @@ async def submit_request(services: Services, body: JobRequest) -> JobRecord:
 async def create_job(
     *,
     request: Request,
-    response: Response,
     services: Live,
     base: Base,
     body: JobBody,
     wait: Wait = 0.0,
-) -> Response | JobView:
+) -> Response:
     """Accept a job and answer at once, or, with `wait`, when it has ended or the time is over."""
     record = await submit_request(services, body)
     if wait:
@@ -102,10 +148,7 @@ async def create_job(
             record = await wait_for_end(services, request.receive, record.id, wait)
         except ClientGone:
             return Response(status_code=202)
-    view = job_view(record, base)
-    response.status_code = 200 if record.state.final else 202
-    response.headers["location"] = view.urls.self
-    return view
+    return _job_response(record, base)
 
 
 @router.get(
@@ -176,7 +219,6 @@ async def watch_job(
 ) -> Response:
     """All events of the job from the first one, or from behind `Last-Event-ID`, then live ones."""
     record = await services.store.get(job_id)
-    events: AsyncIterator[JobEvent | None]
     events = services.store.events(job_id, last_event_id, block=HEARTBEAT)
     if record.state.final and last_event_id != BEGINNING:
         # Browsers reconnect after every end; 204 tells them to stop.
@@ -184,15 +226,16 @@ async def watch_job(
         if first is None:
             return Response(status_code=204)
         events = _with_first(first, events)
-    return EventStreamResponse(stream(events, services.stopping))
+    return EventStreamResponse(events)
 
 
 async def _with_first(
-    first: JobEvent | None, rest: AsyncIterator[JobEvent | None]
-) -> AsyncIterator[JobEvent | None]:
-    yield first
-    async for event in rest:
-        yield event
+    first: JobEvent | None, rest: AsyncGenerator[JobEvent | None]
+) -> AsyncGenerator[JobEvent | None]:
+    async with aclosing(rest):
+        yield first
+        async for event in rest:
+            yield event
 
 
 @router.post(

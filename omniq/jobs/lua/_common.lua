@@ -3,7 +3,9 @@
 -- events kept, key prefix of the namespace ("omniq:").
 --
 -- A job hash holds: spec, state, up (stage -> stages before it), created/started/finished, error,
--- "v:<output>" and "a:<artifact>" results, and per stage "<stage>|<field>".
+-- "v:<output>" and "a:<artifact>" results, and per stage "<stage>|<field>". For chunk streams:
+-- "<stage>|alive" (its lease), "<stage>|streams" (what it hands on while it runs) and
+-- "<reader>|window:<stage>" (the run of <stage> whose first window is there).
 
 local JOB, EVENTS, BLOBS = KEYS[1], KEYS[2], KEYS[3]
 local RETENTION = tonumber(ARGV[#ARGV - 2])
@@ -11,9 +13,14 @@ local MAX_EVENTS = tonumber(ARGV[#ARGV - 1])
 local PREFIX = ARGV[#ARGV]
 local FINAL = {succeeded = true, failed = true, cancelled = true, expired = true}
 
+-- One time for all that a script does.
+local NOW
 local function now()
-  local t = redis.call('TIME')
-  return string.format('%d.%06d', t[1], t[2])
+  if not NOW then
+    local t = redis.call('TIME')
+    NOW = string.format('%d.%06d', t[1], t[2])
+  end
+  return NOW
 end
 
 local function get(field) return redis.call('HGET', JOB, field) end
@@ -26,7 +33,16 @@ local function event(kind, stage, data)
              'type', kind, 'stage', stage or '', 'time', now(), 'data', data or '{}')
 end
 
-local function stages() return cjson.decode(get('order')) end
+-- What never changes: the stages in order, and for each those before it.
+local ORDER, UP
+local function stages()
+  ORDER = ORDER or cjson.decode(get('order'))
+  return ORDER
+end
+local function before(stage)
+  UP = UP or cjson.decode(get('up'))
+  return UP[stage] or {}
+end
 
 local function any_stage(state)
   for _, s in ipairs(stages()) do
@@ -40,16 +56,74 @@ local function current(stage, fence)
   return sget(stage, 'state') == 'running' and sget(stage, 'fence') == fence
 end
 
--- Free what the job held: Redis blobs at once, shared-memory blobs by their host's garbage list.
-local function free_blobs()
-  for _, json in ipairs(redis.call('SMEMBERS', BLOBS)) do
-    local ref = cjson.decode(json)
-    redis.call('UNLINK', PREFIX .. 'blob:' .. ref.id)
-    if ref.store == 'shm' and ref.host then
-      redis.call('SADD', PREFIX .. 'garbage:' .. ref.host, json)
-    end
+-- Redis blobs at once, shared-memory blobs by their host's garbage list. What lies on HOST, that of
+-- the caller, is also noted in FREED: the caller frees it at once and says so the next time.
+local HOST, FREED = '', {}
+local function garbage(host) return PREFIX .. 'garbage:' .. host end
+local function free_blob(json)
+  local ref = cjson.decode(json)
+  redis.call('UNLINK', PREFIX .. 'blob:' .. ref.id)
+  if ref.store == 'shm' and ref.host then
+    redis.call('SADD', garbage(ref.host), json)
+    if ref.host == HOST then FREED[#FREED + 1] = json end
   end
-  redis.call('DEL', BLOBS)
+end
+
+-- Free what the job held: blobs and chunk streams. All keys are in the job's slot.
+local function free_blobs()
+  for _, json in ipairs(redis.call('SMEMBERS', BLOBS)) do free_blob(json) end
+  local streams = JOB .. ':streams'
+  for _, key in ipairs(redis.call('SMEMBERS', streams)) do redis.call('UNLINK', key) end
+  redis.call('DEL', BLOBS, streams)
+end
+
+local function expire_with_job(key)
+  local ttl = redis.call('PTTL', JOB)
+  if ttl > 0 then redis.call('PEXPIRE', key, ttl) end
+end
+
+-- Chunk streams: when a lease taken now lapses, and both parts of a stream's newest id (or 0, 0).
+local function lease_end(seconds) return string.format('%.3f', tonumber(now()) + seconds) end
+
+local function newest_id(stream)
+  local newest = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
+  if not newest then return 0, 0 end
+  local fence, position = string.match(newest[1], '^(%d+)-(%d+)$')
+  return tonumber(fence), tonumber(position)
+end
+
+-- What the stages before `stage` hand to it, as a list of JSON members; nil while one is missing.
+local function handed(stage)
+  local found = {}
+  for _, up in ipairs(before(stage)) do
+    local made
+    local state = sget(up, 'state')
+    if state == 'succeeded' then
+      made = sget(up, 'outputs') or '{}'
+    elseif state == 'running' and sget(stage, 'window:' .. up) == sget(up, 'fence') then
+      made = sget(up, 'streams')  -- its first window is there
+    end
+    if not made then return nil end
+    found[#found + 1] = cjson.encode(up) .. ':' .. made
+  end
+  return found
+end
+
+-- Messages among the arguments, from ARGV[at] on: their number, the channel of Celery's events, and
+-- for each its stage, the message, its task-sent event or ''. KEYS[first...] = their queues.
+local function messages(at, first)
+  local found = {}
+  for i = 1, tonumber(ARGV[at]) do
+    local a = at + 3 * i - 1
+    found[i] = {queue = KEYS[first + i - 1], channel = ARGV[at + 1], stage = ARGV[a],
+                message = ARGV[a + 1], event = ARGV[a + 2]}
+  end
+  return found
+end
+
+local function send(m)
+  redis.call('LPUSH', m.queue, m.message)
+  if m.event ~= '' then redis.call('PUBLISH', m.channel, m.event) end
 end
 
 -- The only way into a final state.

@@ -1,26 +1,70 @@
--- A run has its outputs: write them once; end the job with its last stage. Returns 1, or 0 if refused.
+-- A run has its outputs: write them once and send what follows; end the job with its last stage.
+-- Returns {1, blob refs on the caller's host that nobody needs any more...}, or {0} if refused.
 -- ARGV: stage, fence, outputs JSON, metrics JSON, list of blob refs (JSON strings),
--- values {name: JSON string}, artifacts {name: JSON string}.
-local stage = ARGV[1]
-if get('state') ~= 'running' or not current(stage, ARGV[2]) then return 0 end
-local t = now()
-set(stage .. '|state', 'succeeded', stage .. '|outputs', ARGV[3], stage .. '|metrics', ARGV[4],
-    stage .. '|finished', t)
-for _, ref in ipairs(cjson.decode(ARGV[5])) do redis.call('SADD', BLOBS, ref) end
-local ttl = redis.call('PTTL', JOB)
-if ttl > 0 then redis.call('PEXPIRE', BLOBS, ttl) end
-for name, json in pairs(cjson.decode(ARGV[6])) do set('v:' .. name, json) end
-for name, json in pairs(cjson.decode(ARGV[7])) do set('a:' .. name, json) end
-event('stage.succeeded', stage, '{"metrics":' .. ARGV[4] .. '}')
-for _, s in ipairs(stages()) do
-  if sget(s, 'state') ~= 'succeeded' then
-    for _, up in ipairs(cjson.decode(get('up'))[s] or {}) do
-      if up == stage then sset(s, 'queued', t) end
+-- values {name: JSON string}, artifacts {name: JSON string}, the caller's host, list of refs that it
+-- has freed since the last time, messages to the stages behind (see `messages`).
+-- KEYS[4...] = queues.
+
+-- Free what only `reader`, and stages that have succeeded as well, read.
+local function free_read(reader)
+  local read = {}
+  for _, u in ipairs(before(reader)) do
+    local done = sget(u, 'state') == 'succeeded'
+    for _, s in ipairs(stages()) do
+      for _, other in ipairs(before(s)) do
+        done = done and (other ~= u or sget(s, 'state') == 'succeeded')
+      end
+    end
+    read[u] = done or nil
+  end
+  if not next(read) then return end
+  for _, json in ipairs(redis.call('SMEMBERS', BLOBS)) do
+    local made_by = string.match(cjson.decode(json).id, '^[^.]*%.([^.]*)%.')
+    if read[made_by] then
+      free_blob(json)
+      redis.call('SREM', BLOBS, json)
     end
   end
 end
-for _, s in ipairs(stages()) do
-  if sget(s, 'state') ~= 'succeeded' then return 1 end
+
+local stage = ARGV[1]
+HOST = ARGV[8]
+local gone = cjson.decode(ARGV[9])
+if #gone > 0 then redis.call('SREM', garbage(HOST), unpack(gone)) end
+if get('state') ~= 'running' or not current(stage, ARGV[2]) then return {0} end
+local t = now()
+local record = {stage .. '|state', 'succeeded', stage .. '|outputs', ARGV[3],
+                stage .. '|metrics', ARGV[4], stage .. '|finished', t}
+local function add(field, value)
+  record[#record + 1] = field
+  record[#record + 1] = value
 end
-finalise('succeeded')
-return 1
+for name, json in pairs(cjson.decode(ARGV[6])) do add('v:' .. name, json) end
+for name, json in pairs(cjson.decode(ARGV[7])) do add('a:' .. name, json) end
+local blobs = cjson.decode(ARGV[5])
+if #blobs > 0 then
+  redis.call('SADD', BLOBS, unpack(blobs))
+  expire_with_job(BLOBS)
+end
+local rest = false
+for _, s in ipairs(stages()) do
+  if s ~= stage and sget(s, 'state') ~= 'succeeded' then
+    rest = true
+    for _, u in ipairs(before(s)) do
+      -- One behind a window edge may run already.
+      if u == stage and sget(s, 'state') ~= 'running' then add(s .. '|queued', t) end
+    end
+  end
+end
+set(unpack(record))
+event('stage.succeeded', stage, '{"metrics":' .. ARGV[4] .. '}')
+-- A join is sent once, with its last input.
+for _, m in ipairs(messages(10, 4)) do
+  if handed(m.stage) and sget(m.stage, 'state') ~= 'succeeded' then send(m) end
+end
+if not rest then
+  finalise('succeeded')
+else
+  free_read(stage)
+end
+return {1, unpack(FREED)}

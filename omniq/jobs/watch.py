@@ -1,0 +1,390 @@
+"""Following jobs: every watcher of a process behind one Redis connection.
+
+The server is asked to tell when a stream that has been read here changes (``CLIENT TRACKING``).
+Each change costs one short message and one read of what is new, whoever wrote it and however many
+streams are watched; nothing blocks on the server, and leaving a stream costs nothing at all. What
+was read is decoded once and handed to all watchers of that job.
+
+A watcher first reads its own backlog, then takes what is handed out. The ids of a stream grow, so
+whatever comes twice is dropped and nothing can be missed: reading and being told of the next
+change is one step on the server. One that does not keep up loses its buffer, not its place: it
+reads its backlog again.
+
+Watchers wait on asyncio futures only; cancelling one leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import orjson
+
+from omniq import keys
+from omniq.errors import InvalidRequest, JobNotFound
+from omniq.jobs.model import JobEvent, JobState
+from omniq.redis_client import Client, broker_errors, line
+
+EVENT_ID = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?")
+LARGEST_ID_PART = 2**64 - 1
+PAGE = 200
+"""Events read at once."""
+BUFFER = 256
+"""Events a watcher may be behind before it reads its backlog again."""
+LINGER = 0.25
+"""Seconds the connection stays open without watchers."""
+SILENCE = 15.0
+"""Seconds after which a watcher looks whether nothing has really happened."""
+
+Order = tuple[int, int]
+"""A stream id as numbers: milliseconds, sequence."""
+
+
+def parse_id(text: str) -> Order:
+    """A stream id as numbers.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    if EVENT_ID.fullmatch(text):
+        milliseconds, _, sequence = text.partition("-")
+        order = int(milliseconds), int(sequence or 0)
+        if max(order) <= LARGEST_ID_PART:
+            return order
+    raise InvalidRequest(
+        f"{text!r} is no event id",
+        fields=[{"field": "Last-Event-ID", "message": "must look like 1700000000000-0"}],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One event and its place."""
+
+    order: Order
+    event: JobEvent
+
+
+class _Watch:
+    """One watcher of one job."""
+
+    def __init__(self, last: Order, *, ending_only: bool = False) -> None:
+        self.last, self.ending_only = last, ending_only
+        self.behind = True
+        self.error: Exception | None = None
+        self.stopped = False
+        self._buffer: deque[Entry] = deque()
+        self._news: asyncio.Future[None] | None = None
+
+    def hand(self, entry: Entry) -> None:
+        """Take a live event, or fall behind."""
+        if self.ending_only and not entry.event.final:
+            return
+        if len(self._buffer) >= BUFFER:
+            self.restart()
+            self.behind = True
+        if not self.behind:
+            self._buffer.append(entry)
+        self.wake()
+
+    def restart(self) -> None:
+        """Forget what has been handed out; from here on it is kept."""
+        self._buffer.clear()
+        self.behind = False
+
+    def next(self) -> Entry | None:
+        """The next live event behind the last one, if there is one."""
+        while self._buffer:
+            entry = self._buffer.popleft()
+            if entry.order > self.last or entry.event.final:
+                return entry
+        return None
+
+    def wake(self) -> None:
+        """Let the watcher look."""
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    async def news(self, timeout: float) -> bool:
+        """Wait until there is something to look at. False: not within ``timeout`` seconds."""
+        if self._buffer or self.behind or self.stopped or self.error:
+            return True
+        loop = asyncio.get_running_loop()
+        news = self._news = loop.create_future()
+        timer = loop.call_later(timeout, _give_up, news)
+        try:
+            await news
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            timer.cancel()
+            self._news = None
+
+
+class _Feed:
+    """One watched stream: how far it has been read, and for whom."""
+
+    def __init__(self, job_id: str) -> None:
+        self.key = keys.job_events(job_id).encode()
+        self.last: bytes | None = None  # until its end has been looked up
+        self.reading = self.changed = False
+        self.watches: set[_Watch] = set()
+
+
+class Watching:
+    """All watchers of one process (strictly: of one event loop)."""
+
+    def __init__(self, redis: Client) -> None:
+        self._redis = redis
+        self._feeds: dict[bytes, _Feed] = {}
+        self._due: list[_Feed] = []
+        self._closing: asyncio.TimerHandle | None = None
+        self._stopped = False
+        self._line = line(
+            redis,
+            greeting=[("CLIENT", "TRACKING", "ON")],
+            on_push=self._told,
+            on_lost=self._lost,
+        )
+
+    def stop(self) -> None:
+        """End every watch as if it had run out of time; for a server that stops."""
+        self._stopped = True
+        for feed in self._feeds.values():
+            for watch in feed.watches:
+                watch.stopped = True
+                watch.wake()
+
+    def close(self) -> None:
+        """Close the connection; whoever still watches gets :class:`BrokerUnavailable`."""
+        if self._closing is not None:
+            self._closing.cancel()
+        self._line.close()
+
+    # -- for watchers --------------------------------------------------------------------------
+
+    async def events(
+        self, job_id: str, after: str = "0", *, block: float = SILENCE
+    ) -> AsyncGenerator[JobEvent | None]:
+        """See :meth:`omniq.jobs.store.JobStore.events`."""
+        watch = _Watch(parse_id(after))
+        feed = self._join(job_id, watch)
+        try:
+            while not watch.stopped:
+                if watch.behind:
+                    # Live events are kept from here on, so none falls between them and the backlog.
+                    watch.restart()
+                    page = await self._backlog(feed, watch.last)
+                    watch.behind = watch.behind or len(page) == PAGE
+                    for entry in page:
+                        watch.last = entry.order
+                        yield entry.event
+                        if entry.event.final:
+                            return
+                    if not page and await self._ended(job_id):
+                        if not await self._backlog(feed, watch.last):
+                            return
+                        watch.behind = True
+                    continue
+                while (live := watch.next()) is not None:
+                    if live.order > watch.last:
+                        watch.last = live.order
+                        yield live.event
+                    if live.event.final:
+                        return
+                self._check(watch)
+                if not await watch.news(block):
+                    yield None
+                    watch.behind = True  # whatever was said and not heard is read now
+        finally:
+            self._leave(feed, watch)
+
+    async def ended(self, job_id: str, timeout: float | None = None) -> bool:
+        """Wait for a job's end. False: it has not ended within ``timeout``, or this stops.
+
+        Raises:
+            JobNotFound: unknown job.
+            BrokerUnavailable: the broker went away.
+        """
+        loop = asyncio.get_running_loop()
+        end = float("inf") if timeout is None else loop.time() + timeout
+        watch = _Watch((0, 0), ending_only=True)
+        feed = self._join(job_id, watch)
+        try:
+            while not watch.stopped:
+                watch.restart()
+                # The event that ends a job is its last one: so it is enough to see the newest.
+                await self._arm(feed)
+                if await self._ended(job_id):
+                    return True
+                if (left := end - loop.time()) <= 0:
+                    return False
+                if await watch.news(min(SILENCE, left)):
+                    self._check(watch)
+                    if watch.next() is not None:
+                        return True
+            return False
+        finally:
+            self._leave(feed, watch)
+
+    def _join(self, job_id: str, watch: _Watch) -> _Feed:
+        if self._closing is not None:
+            self._closing.cancel()
+            self._closing = None
+        key = keys.job_events(job_id).encode()
+        feed = self._feeds.get(key)
+        if feed is None:
+            feed = self._feeds[key] = _Feed(job_id)
+        feed.watches.add(watch)
+        watch.stopped = self._stopped
+        return feed
+
+    def _leave(self, feed: _Feed, watch: _Watch) -> None:
+        feed.watches.discard(watch)
+        if not feed.watches and self._feeds.get(feed.key) is feed:
+            del self._feeds[feed.key]
+        if not self._feeds and self._closing is None:
+            self._closing = asyncio.get_running_loop().call_later(LINGER, self._idle)
+
+    def _idle(self) -> None:
+        self._closing = None
+        if not self._feeds:
+            self._line.close()
+
+    def _check(self, watch: _Watch) -> None:
+        if watch.error is not None:
+            with broker_errors():
+                raise watch.error
+
+    async def _ended(self, job_id: str) -> bool:
+        """Whether the job has ended.
+
+        Raises:
+            JobNotFound: there is none.
+        """
+        with broker_errors():
+            state = await self._redis.hget(keys.job(job_id), "state")
+        if state is None:
+            raise not_found(job_id)
+        return JobState(state.decode()).final
+
+    # -- reading -------------------------------------------------------------------------------
+
+    async def _backlog(self, feed: _Feed, last: Order) -> list[Entry]:
+        """Up to ``PAGE`` events behind ``last``."""
+        with broker_errors():
+            await self._connected()
+            if feed.last is None:
+                self._line.send(partial(self._started, feed), *_tail(feed))
+            found = await self._line.ask(
+                "XREAD", "COUNT", PAGE, "STREAMS", feed.key, f"{last[0]}-{last[1]}"
+            )
+        return [_entry(*row) for row in found[feed.key]] if found else []
+
+    async def _arm(self, feed: _Feed) -> None:
+        """Make the server tell of the stream's next change, and hear that the server is there."""
+        with broker_errors():
+            await self._connected()
+            self._line.send(partial(self._started, feed), *_tail(feed))
+            await self._line.ask("PING")
+
+    async def _connected(self) -> None:
+        if not self._line.connected:
+            await self._line.ask("PING")
+
+    def _started(self, feed: _Feed, tail: Any) -> None:
+        # Called with the answer itself, before any word of a later change is looked at.
+        if feed.last is None and not isinstance(tail, Exception):
+            feed.last = tail[0][0] if tail else b"0-0"
+
+    def _told(self, message: list[Any]) -> None:
+        """The server says which streams have changed; None: it may be any."""
+        kind, changed = message[0], message[1] if len(message) > 1 else None
+        if kind != b"invalidate":
+            return
+        for key in self._feeds if changed is None else changed:
+            feed = self._feeds.get(key)
+            if feed is not None:
+                self._changed(feed)
+
+    def _changed(self, feed: _Feed) -> None:
+        feed.changed = True
+        if feed.reading or feed.last is None:
+            return
+        feed.reading = True
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._read)
+        self._due.append(feed)
+
+    def _read(self) -> None:
+        """Read what is new in all streams that have changed, with one command."""
+        feeds, self._due = self._due, []
+        for feed in feeds:
+            feed.changed = False
+        streams = [f.key for f in feeds]
+        ids = [f.last or b"0-0" for f in feeds]
+        self._line.send(
+            partial(self._arrived, feeds), "XREAD", "COUNT", PAGE, "STREAMS", *streams, *ids
+        )
+
+    def _arrived(self, feeds: list[_Feed], found: Any) -> None:
+        if isinstance(found, Exception):
+            self._end(feeds, found)
+            return
+        for feed in feeds:
+            feed.reading = False
+            rows = found.get(feed.key, ()) if found else ()
+            for row in rows:
+                entry = _entry(*row)
+                for watch in feed.watches:
+                    watch.hand(entry)
+            if rows:
+                feed.last = rows[-1][0]
+            if len(rows) == PAGE or feed.changed:
+                self._changed(feed)
+
+    def _lost(self, reason: Exception) -> None:
+        feeds, self._feeds = list(self._feeds.values()), {}
+        self._end(feeds, reason)
+
+    def _end(self, feeds: list[_Feed], reason: Exception) -> None:
+        for feed in feeds:
+            if self._feeds.get(feed.key) is feed:
+                del self._feeds[feed.key]
+            for watch in feed.watches:
+                watch.error = type(reason)(*reason.args)
+                watch.wake()
+
+
+def not_found(job_id: str) -> JobNotFound:
+    """The error for a job nobody knows."""
+    return JobNotFound(f"no job {job_id!r}: it never existed, or its retention has passed")
+
+
+def _tail(feed: _Feed) -> tuple[Any, ...]:
+    return "XREVRANGE", feed.key, "+", "-", "COUNT", 1
+
+
+def _give_up(news: asyncio.Future[None]) -> None:
+    if not news.done():
+        news.set_exception(TimeoutError())
+
+
+def _entry(entry_id: bytes, row: list[bytes]) -> Entry:
+    text = entry_id.decode()
+    milliseconds, _, sequence = text.partition("-")
+    fields = dict(zip(row[::2], row[1::2], strict=True))
+    event = JobEvent(
+        id=text,
+        type=fields[b"type"].decode(),
+        stage=fields[b"stage"].decode() or None,
+        time=float(fields[b"time"]),
+        data=orjson.loads(fields[b"data"]),
+    )
+    return Entry((int(milliseconds), int(sequence)), event)

@@ -1,0 +1,261 @@
+"""From one stage's queue to the next: the worker's transport, and stock Celery on both sides."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import chain as celery_chain
+from kombu import Queue
+from omniq_workers.notes import Notes
+from omniq_workers.transport import Channel, StageConnection
+from redis.exceptions import ConnectionError
+from support import wait_until
+
+from omniq import chain, keys
+from omniq.celery import app, queue_keys
+from omniq.config import get_pipeline
+from omniq.jobs.model import JobRecord, JobSpec, JobState, StageState, new_job_id
+from omniq.jobs.store import JobStore
+from omniq.submit import submit
+
+HERE = Path(__file__).parent
+NoteReader = Callable[..., list[str]]
+
+
+async def start_job(store: JobStore, prompt: str = "x", **more: Any) -> JobRecord:
+    return await submit(store, pipeline="p", inputs={"prompt": prompt}, **more)
+
+
+async def recorded(store: JobStore, prompt: str = "x") -> JobSpec:
+    """A job of the pipeline ``p`` that nobody has sent a message for."""
+    pipeline = get_pipeline("p")
+    spec = JobSpec(
+        id=new_job_id(time.time()),
+        pipeline="p",
+        inputs={"prompt": prompt},
+        parameters={},
+        stages=pipeline.topological_order(),
+        created=time.time(),
+    )
+    await store.create(spec, {s: pipeline.upstream(s) for s in spec.stages})
+    return spec
+
+
+async def ended(store: JobStore, job_id: str, timeout: float = 30) -> JobRecord:
+    record = await store.wait(job_id, timeout)
+    assert record.state.final, record
+    return record
+
+
+async def noted(notes: NoteReader, prefix: str, count: int = 1) -> None:
+    await asyncio.to_thread(wait_until, lambda: len(notes(prefix)) >= count, 20, prefix)
+
+
+# -- stock Celery ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("edges", [("a>b", "b>c"), ("a>b", "a>c", "b>d", "c>d")])
+async def test_a_stock_worker_takes_our_messages(
+    stages: Any, store: JobStore, spawn: Any, notes: NoteReader, edges: tuple[str, ...]
+) -> None:
+    """And carries the whole job through by Celery's own continuation."""
+    stages.define(*edges)
+    names = get_pipeline("p").topological_order()
+    queues = ",".join(keys.stage_queue("p", s) for s in names)
+    worker = spawn(
+        "stock",
+        [
+            sys.executable,
+            "-m",
+            "celery",
+            "-A",
+            "stock_app",
+            "worker",
+            "-P",
+            "solo",
+            "-Q",
+            queues,
+            "-l",
+            "INFO",
+        ],
+    )
+    worker.wait_for("ready.")
+    job = await start_job(store, priority=8)
+    await noted(notes, names[-1])
+    ran = {n.split()[0]: n for n in notes()}
+    assert next(iter(ran)) == "a" and ran.keys() == set(names)
+    assert ran["a"] == f"a {job.id} None 1"
+    assert ran["b"] == f"b {job.id} did a 1", "the parent's result and priority travel on"
+
+
+@pytest.mark.parametrize("edges", [("a>b", "b>c"), ("a>b", "a>c", "b>d", "c>d")])
+async def test_a_stock_clients_chain_runs_on_our_workers(
+    stages: Any, store: JobStore, notes: NoteReader, unacked: Any, edges: tuple[str, ...]
+) -> None:
+    stages.define(*edges)
+    pipeline = get_pipeline("p")
+    stages.start(*pipeline.topological_order())
+    spec = await recorded(store)
+    await asyncio.to_thread(chain.build(spec, pipeline).apply_async)
+    assert (await ended(store, spec.id)).state is JobState.SUCCEEDED
+    assert sorted(notes("run")) == [f"run {s} {spec.id}" for s in sorted(spec.stages)]
+    wait_until(lambda: unacked() == 0)
+
+
+async def test_a_foreign_task_behind_a_stage_is_sent_by_celery(
+    stages: Any, store: JobStore, redis_client: redis.Redis
+) -> None:
+    stages.define("a>b")
+    stages.start("a", "b")
+    spec = await recorded(store)
+    linear = chain.build(spec, get_pipeline("p"))
+    foreign = app.signature("notify.me", queue="other")
+    celery_chain(*linear.tasks, foreign, app=app).apply_async()
+    assert (await ended(store, spec.id)).state is JobState.SUCCEEDED
+    wait_until(lambda: redis_client.llen(queue_keys("other")[4]) == 1, 10, "the foreign message")
+    message = json.loads(redis_client.lpop(queue_keys("other")[4]))
+    assert message["headers"]["task"] == "notify.me"
+    assert message["headers"]["parent_id"] == f"{spec.id}.b"
+
+
+# -- the cost --------------------------------------------------------------------------------------
+
+
+async def test_a_hop_takes_two_scripts_and_no_transaction(
+    stages: Any, store: JobStore, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the server is asked to do for a job of two stages; a new command here costs all jobs."""
+    stages.define("a>b")
+    monkeypatch.setenv("OMNIQ_HEARTBEAT", "60")
+    stages.start("a", "b")
+    await ended(store, (await start_job(store)).id)
+    redis_client.config_resetstat()
+    jobs = 20
+    for _ in range(jobs):
+        await ended(store, (await start_job(store)).id)
+    stats = redis_client.info("commandstats")
+    calls = {k.removeprefix("cmdstat_"): v["calls"] for k, v in stats.items()}
+    assert calls["evalsha"] == jobs * 5, "create, and for each stage begin and finish"
+    assert calls["lpush"] == jobs * 2
+    assert calls.get("multi", 0) < jobs, "kombu's transactions around every message"
+    assert calls["blmpop"] < 2 * jobs + 60
+
+
+# -- celery hears of a task a moment later ---------------------------------------------------------
+
+
+async def test_a_task_that_started_ahead_is_inspected_and_revoked_as_any(
+    stages: Any,
+    store: JobStore,
+    notes: NoteReader,
+    unacked: Any,
+    celery_events: list[dict[str, Any]],
+) -> None:
+    stages.define("a>b")
+    stages.start("a")
+    job = await start_job(store, "a:sleep=30")
+    await noted(notes, f"run a {job.id}")
+
+    def active() -> list[str]:
+        found = app.control.inspect(timeout=2).active() or {}
+        return [task["id"] for tasks in found.values() for task in tasks]
+
+    assert await asyncio.to_thread(active) == [f"{job.id}.a"]
+    app.control.revoke(f"{job.id}.a", terminate=True)
+    await noted(notes, f"stopped a {job.id}")
+    assert (await ended(store, job.id, 10)).state is JobState.CANCELLED
+    wait_until(lambda: unacked() == 0)
+    kinds = [e["type"] for e in celery_events if e.get("uuid") == f"{job.id}.a"]
+    assert kinds == ["task-sent", "task-received", "task-started", "task-revoked"]
+
+
+async def test_a_task_revoked_before_it_comes_does_not_run(
+    stages: Any, store: JobStore, notes: NoteReader, unacked: Any, queued: Any
+) -> None:
+    stages.define("a>b", window=1)
+    stages.start("a")
+    busy = await start_job(store, "a:sleep=2")
+    await noted(notes, f"run a {busy.id}")
+    waiting = await start_job(store)
+    app.control.revoke(f"{waiting.id}.a")
+    await noted(notes, f"done a {busy.id}")
+    wait_until(lambda: (unacked(), queued("omniq.p.a")) == (0, 0))
+    assert notes(f"run a {waiting.id}") == []
+    assert (await store.get(waiting.id)).stages["a"].state is StageState.QUEUED
+
+
+# -- the transport ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def channel(broker: Any) -> Any:
+    app.follow_settings()
+    options = {**app.conf.broker_transport_options, "visibility_timeout": 60}
+    with StageConnection(broker.url, transport_options=options) as connection:
+        yield connection.default_channel
+
+
+def test_a_message_is_noted_held_and_done_with(channel: Channel, redis_client: redis.Redis) -> None:
+    """Also: what kombu's own channel would restore is what was sent."""
+    client = channel.connection.client
+    for number in range(3):
+        client.Producer().publish({"n": number}, routing_key="q", declare=[])
+    got: list[Any] = []
+    with client.Consumer(
+        [Queue("q")], callbacks=[lambda body, message: got.append((body, message))]
+    ) as consumer:
+        taken = consumer.channel
+        while len(got) < 3:
+            client.drain_events(timeout=5)
+    assert [body["n"] for body, _ in got] == [0, 1, 2]
+    taken.settle()
+    assert redis_client.hlen("omniq:unacked") == redis_client.zcard("omniq:unacked_index") == 3
+    tag = got[0][1].delivery_tag
+    raw, exchange, routing_key = json.loads(redis_client.hget("omniq:unacked", tag))
+    assert raw["properties"]["delivery_tag"] == tag and (exchange, routing_key) == ("", "q")
+    got[0][1].ack()
+    taken.settle()
+    assert not redis_client.hexists("omniq:unacked", tag)
+    assert redis_client.zscore("omniq:unacked_index", tag) is None
+
+
+def test_messages_held_when_the_connection_breaks_are_noted_again(
+    channel: Channel, redis_client: redis.Redis
+) -> None:
+    channel.connection.client.Producer().publish({}, routing_key="q", declare=[])
+    queue = channel.connection.client.SimpleQueue("q")
+    held = queue.get(timeout=5)
+    taken = queue.consumer.channel
+    taken.settle()
+    redis_client.delete("omniq:unacked", "omniq:unacked_index")  # the note was lost on its way
+    redis_client.client_kill_filter(_type="normal", skipme=True)
+    with pytest.raises(ConnectionError):
+        taken.settle()
+        taken.renew([held.delivery_tag])
+        taken.settle()
+    taken.recover()
+    assert redis_client.hexists("omniq:unacked", held.delivery_tag)
+    assert redis_client.zscore("omniq:unacked_index", held.delivery_tag) is not None
+
+
+def test_a_refused_note_is_reported(
+    broker: Any, redis_client: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    notes = Notes(redis.ConnectionPool(port=broker.port))
+    redis_client.set("text", "x")
+    notes.add("HSET", "text", "field", 1)
+    notes.add("SET", "after", "y")
+    with caplog.at_level(logging.ERROR):
+        notes.settle()
+    assert "WRONGTYPE" in caplog.text
+    assert redis_client.get("after") == b"y"
+    notes.close()
