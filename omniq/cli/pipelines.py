@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from omniq.cli.options import echo_json, echo_table, json_option
-from omniq.config import available_pipelines, load_pipeline
-from omniq.engines.registry import describe
+from omniq.config import PipelineConfig, available_pipelines, load_pipeline
+from omniq.engines.registry import describe, resolve
 from omniq.errors import ConfigError
 
 
@@ -39,6 +39,7 @@ def validate(files: tuple[Path, ...]) -> None:
     for path in files:
         try:
             pipeline = load_pipeline(path)
+            _check_engines(pipeline, path)
         except ConfigError as exc:
             faulty = True
             click.echo(exc.message, err=True)
@@ -47,6 +48,15 @@ def validate(files: tuple[Path, ...]) -> None:
             click.echo(f"{path}: ok: pipeline {pipeline.name}, stages {stages}")
     if faulty:
         sys.exit(1)
+
+
+def _check_engines(pipeline: PipelineConfig, path: Path) -> None:
+    """Raise :class:`ConfigError` if a stage names an engine that is not known here."""
+    for i, stage in enumerate(pipeline.stages):
+        try:
+            resolve(stage.engine_type, stage.engine)
+        except ConfigError as exc:
+            raise ConfigError(f"{path}: stages.{i}.engine: {exc.message}") from exc
 
 
 @click.command()

@@ -73,12 +73,14 @@ def parse_pipeline(text: str, origin: str) -> PipelineConfig:
 
 def _faults(exc: ValidationError, root: yaml.Node | None, origin: str) -> list[str]:
     lines = []
-    for error in exc.errors(include_url=False, include_context=False):
-        loc = error["loc"]
+    for error in exc.errors(include_url=False):
+        # Faults between parts of a pipeline name their place themselves.
+        loc = (*error["loc"], *error.get("ctx", {}).get("place", ()))
         where = ".".join(str(part) for part in loc) or "pipeline"
         given = error.get("input")
+        message = error["msg"].removeprefix("Value error, ")
         shown = f" (got {given!r})" if isinstance(given, str | int | float | bool) else ""
-        lines.append(f"{origin}:{_line_of(root, loc)}: {where}: {error['msg']}{shown}")
+        lines.append(f"{origin}:{_line_of(root, loc)}: {where}: {message}{shown}")
     return lines
 
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Literal
 
 from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from omniq.config.params import PARAMS
 from omniq.config.stage import ConfigModel, Modality, OmniStageConfig
@@ -103,66 +104,56 @@ class PipelineConfig(ConfigModel):
     @model_validator(mode="after")
     def _graph(self) -> PipelineConfig:
         ids = [s.stage_id for s in self.stages]
-        if REQUEST in ids:
-            raise ValueError(f"a stage cannot be called {REQUEST!r}: that names the request")
-        if len(set(ids)) != len(ids):
-            raise ValueError(f"stage ids must differ: {', '.join(ids)}")
-        for edge in self.edges:
-            if edge.producer == REQUEST:
-                name = edge.source.partition(".")[2]
-                if name not in self.inputs:
-                    raise ValueError(
-                        f"edge from {edge.source!r}: no such input; "
-                        f"allowed: {', '.join(self.inputs)}"
-                    )
-            elif edge.producer not in ids:
-                raise ValueError(
-                    f"edge from {edge.source!r}: no such stage; allowed: {', '.join(ids)}"
+        for i, stage in enumerate(ids):
+            if stage == REQUEST:
+                raise _fault(
+                    f"a stage cannot be called {REQUEST!r}: that names the request", "stages", i
                 )
+            if stage in ids[:i]:
+                raise _fault(f"stage ids must differ: {', '.join(ids)}", "stages", i)
+        for i, edge in enumerate(self.edges):
+            name = edge.source.partition(".")[2]
+            if edge.producer == REQUEST and name not in self.inputs:
+                allowed = ", ".join(self.inputs)
+                raise _fault(
+                    f"edge from {edge.source!r}: no such input; allowed: {allowed}", "edges", i
+                )
+            if edge.producer not in (REQUEST, *ids):
+                raise _no_stage(f"edge from {edge.source!r}", ids, "edges", i)
             if edge.consumer not in ids:
-                raise ValueError(
-                    f"edge to {edge.target!r}: no such stage; allowed: {', '.join(ids)}"
-                )
+                raise _no_stage(f"edge to {edge.target!r}", ids, "edges", i)
         for name, output in self.outputs.items():
             if output.producer not in ids:
-                raise ValueError(
-                    f"output {name!r} from {output.source!r}: no such stage; "
-                    f"allowed: {', '.join(ids)}"
-                )
-        for stage in ids:
+                raise _no_stage(f"output {name!r} from {output.source!r}", ids, "outputs", name)
+        for i, stage in enumerate(ids):
             if not any(e.consumer == stage for e in self.edges):
-                raise ValueError(f"stage {stage!r} has no incoming edge")
+                raise _fault(f"stage {stage!r} has no incoming edge", "stages", i)
         self.topological_order()
         return self
 
     @model_validator(mode="after")
     def _windows(self) -> PipelineConfig:
-        for edge in self.edges:
-            if edge.trigger == "window":
-                self._check_window(edge)
+        for i, edge in enumerate(self.edges):
+            if edge.trigger == "window" and (fault := self._window_fault(edge)) is not None:
+                raise _fault(f"edge to {edge.target!r}: {fault}", "edges", i)
         return self
 
-    def _check_window(self, edge: EdgeConfig) -> None:
-        """Refuse graphs in which the producer would wait for its reader, and the reader for it."""
+    def _window_fault(self, edge: EdgeConfig) -> str | None:
+        """In which graphs the producer would wait for its reader, and the reader for it."""
         beside = [
             e for e in self.edges if (e.producer, e.consumer) == (edge.producer, edge.consumer)
         ]
         if sum(e.source == edge.source for e in beside) > 1:
-            raise ValueError(
-                f"edge to {edge.target!r}: stage {edge.consumer!r} reads the chunks of "
-                f"{edge.source!r} once"
-            )
+            return f"stage {edge.consumer!r} reads the chunks of {edge.source!r} once"
         if any(e.trigger == "full" for e in beside):
-            raise ValueError(
-                f"edge to {edge.target!r}: all edges from {edge.producer!r} to {edge.consumer!r} "
-                "have a window, or none"
-            )
+            return f"all edges from {edge.producer!r} to {edge.consumer!r} have a window, or none"
         for other in self.downstream(edge.producer):
             if other != edge.consumer and self._feeds(other, edge.consumer):
-                raise ValueError(
-                    f"edge to {edge.target!r}: no window, because stage {edge.consumer!r} also "
-                    f"waits for {edge.producer!r} through {other!r}"
+                return (
+                    f"no window, because stage {edge.consumer!r} also waits for "
+                    f"{edge.producer!r} through {other!r}"
                 )
+        return None
 
     def _feeds(self, stage_id: str, below: str) -> bool:
         """Whether ``below`` needs anything of ``stage_id``, directly or not."""
@@ -238,7 +229,16 @@ class PipelineConfig(ConfigModel):
         while rest:
             free = [s for s in rest if all(u in done for u in self.upstream(s))]
             if not free:
-                raise ValueError(f"stages form a cycle: {', '.join(rest)}")
+                raise _fault(f"stages form a cycle: {', '.join(rest)}", "edges")
             done += free
             rest = [s for s in rest if s not in free]
         return done
+
+
+def _fault(message: str, *place: str | int) -> PydanticCustomError:
+    """A ``ValueError`` about one part of a pipeline; the loader finds its line by ``place``."""
+    return PydanticCustomError("pipeline", "{message}", {"message": message, "place": place})
+
+
+def _no_stage(what: str, ids: list[str], *place: str | int) -> PydanticCustomError:
+    return _fault(f"{what}: no such stage; allowed: {', '.join(ids)}", *place)

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from omniq.config.params import PARAMS
 from omniq.config.pipeline import InputConfig, PipelineConfig
-from omniq.config.stage import Limit, OmniStageConfig
+from omniq.config.stage import OmniStageConfig
 from omniq.errors import InvalidRequest
 from omniq.settings import get_settings
 
@@ -122,23 +122,9 @@ def _check_stage(
             faults.setdefault(name, _fault(field_of(name), message))
     complete = {**stage.defaults, **given}
     for name, limit in stage.limits.items():
-        if name in complete and (fault := _limit_fault(limit, complete[name])):
+        if name in complete and (fault := limit.fault(complete[name])):
             faults.setdefault(name, _fault(field_of(name), fault))
     return complete, list(faults.values())
-
-
-def _limit_fault(limit: Limit, value: Any) -> str | None:
-    if limit.choices is not None and value not in limit.choices:
-        return f"must be one of {', '.join(map(str, limit.choices))}; got {value!r}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None  # a wrong type is reported by the parameter model
-    if limit.min is not None and value < limit.min:
-        return f"must be at least {limit.min:g}; got {value!r}"
-    if limit.max is not None and value > limit.max:
-        return f"must be at most {limit.max:g}; got {value!r}"
-    if limit.multiple_of is not None and value % limit.multiple_of:
-        return f"must be a multiple of {limit.multiple_of}; got {value!r}"
-    return None
 
 
 def _fault(field: str, message: str) -> Fault:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from omniq.config.params import PARAMS
 
 BUILTIN = "builtin:"
+MODELS_DIR = Path(__file__).resolve().parent.parent / "models"
 
 
 class ConfigModel(BaseModel):
@@ -47,6 +48,20 @@ class Limit(ConfigModel):
     max: float | None = None
     multiple_of: int | None = Field(None, ge=1)
     choices: list[Any] | None = Field(None, min_length=1)
+
+    def fault(self, value: Any) -> str | None:
+        """What is wrong with a value, if it is; types are the parameter models' business."""
+        if self.choices is not None and value not in self.choices:
+            return f"must be one of {', '.join(map(str, self.choices))}; got {value!r}"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        if self.min is not None and value < self.min:
+            return f"must be at least {self.min:g}; got {value!r}"
+        if self.max is not None and value > self.max:
+            return f"must be at most {self.max:g}; got {value!r}"
+        if self.multiple_of is not None and value % self.multiple_of:
+            return f"must be a multiple of {self.multiple_of}; got {value!r}"
+        return None
 
 
 class RetryPolicy(ConfigModel):
@@ -110,6 +125,16 @@ class OmniStageConfig(ConfigModel):
     retry: RetryPolicy = RetryPolicy()
     dit: DiTConfig | None = None
 
+    @field_validator("model")
+    @classmethod
+    def _shipped(cls, value: str) -> str:
+        name = value.removeprefix(BUILTIN)
+        if name != value and not (shipped := MODELS_DIR / name).is_dir():
+            names = sorted(p.name for p in shipped.parent.iterdir() if p.is_dir())
+            allowed = ", ".join(BUILTIN + n for n in names if not n.startswith("_"))
+            raise ValueError(f"omniq ships no such model; allowed: {allowed}")
+        return value
+
     @field_validator("defaults", "limits")
     @classmethod
     def _known_parameters(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:
@@ -129,6 +154,9 @@ class OmniStageConfig(ConfigModel):
         if self.dit is not None and self.engine_type is not EngineType.DIT:
             raise ValueError(f"'dit' belongs to DiT stages, not to a {self.engine_type} stage")
         PARAMS[self.engine_type].model_validate(self.defaults)
+        for name, limit in self.limits.items():
+            if name in self.defaults and (fault := limit.fault(self.defaults[name])) is not None:
+                raise ValueError(f"default of {name!r} {fault}")
         return self
 
     @property
@@ -136,5 +164,4 @@ class OmniStageConfig(ConfigModel):
         """``model`` with ``builtin:`` resolved to the installed folder; else unchanged."""
         if not self.model.startswith(BUILTIN):
             return self.model
-        name = self.model.removeprefix(BUILTIN)
-        return str(Path(__file__).resolve().parent.parent / "models" / name)
+        return str(MODELS_DIR / self.model.removeprefix(BUILTIN))

@@ -105,6 +105,15 @@ def test_validate_accepts_a_good_file() -> None:
     assert "ok: pipeline tiny-omni, stages ar -> dit -> decode" in done.stdout
 
 
+def test_validate_names_an_engine_that_is_not_known(tmp_path: Path) -> None:
+    text = (ROOT / "omniq/pipelines/tiny-omni.yaml").read_text()
+    path = tmp_path / "p.yaml"
+    path.write_text(text.replace("stage_id: dit", "stage_id: dit\n    engine: paint"))
+    done = omniq("validate", str(path))
+    assert done.returncode == 1
+    assert f"{path}: stages.1.engine: no DiT engine 'paint'; allowed: auto, " in done.stderr
+
+
 def test_validate_names_file_and_line_of_every_faulty_file(tmp_path: Path) -> None:
     broken = broken_file(tmp_path)
     line = 1 + broken.read_text().splitlines().index("    engine_type: GAN")

@@ -36,6 +36,7 @@ def test_every_builtin_pipeline_is_valid_and_named_like_its_file() -> None:
         ("engine_type: AR", "engine_type: RNN", "stages.0.engine_type", "'AR', 'DiT'"),
         ("max_in_flight: 16", "max_in_flight: 0", "stages.0.max_in_flight", "(got 0)"),
         ("max_in_flight: 16", "max_inflight: 16", "stages.0.max_inflight", "not permitted"),
+        ("builtin:tiny_omni", "builtin:big_omni", "stages.0.model", "allowed: builtin:tiny_omni"),
         ("temperature: 0.7", "warmth: 0.7", "stages.0.defaults", "allowed: max_tokens"),
         ("trigger", "trigger", "", ""),
     ],
@@ -54,17 +55,43 @@ def test_a_fault_names_line_and_path(old: str, new: str, where: str, says: str) 
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "says"),
+    ("old", "new", "where", "says"),
     [
-        ("to: decode.latents", "to: vae.latents", "no such stage; allowed: ar, dit, decode"),
-        ("from: input.prompt", "from: input.text", "no such input; allowed: prompt"),
-        ("from: decode.image", "from: x.image", "no such stage; allowed: ar, dit, decode"),
-        ("from: input.prompt, to: ar.prompt", "from: decode.image, to: ar.prompt", "cycle"),
-        ("stage_id: decode", "stage_id: dit", "stage ids must differ"),
+        (
+            "to: decode.latents",
+            "to: vae.latents",
+            "edges.2",
+            "no such stage; allowed: ar, dit, decode",
+        ),
+        ("from: input.prompt", "from: input.text", "edges.0", "no such input; allowed: prompt"),
+        (
+            "from: decode.image",
+            "from: x.image",
+            "outputs.image",
+            "no such stage; allowed: ar, dit, decode",
+        ),
+        (
+            "from: input.prompt, to: ar.prompt",
+            "from: decode.image, to: ar.prompt",
+            "edges",
+            "stages form a cycle",
+        ),
+        ("stage_id: ar", "stage_id: dit", "stages.1", "stage ids must differ"),
+        ("stage_id: ar", "stage_id: input", "stages.0", "that names the request"),
+        ("max_tokens: 48", "max_tokens: 65", "stages.0", "must be at most 64"),
     ],
 )
-def test_a_wrong_graph_is_refused(old: str, new: str, says: str) -> None:
-    assert says in faults(GOOD.replace(old, new))[0]
+def test_a_wrong_graph_is_refused(old: str, new: str, where: str, says: str) -> None:
+    text = GOOD.replace(old, new)
+    fault = faults(text)[0]
+    if where.startswith("stages."):
+        starts = [i for i, line in enumerate(text.splitlines(), 1) if "- stage_id" in line]
+        line = starts[int(where.removeprefix("stages."))]
+    else:
+        line = line_of(text, "edges:" if where == "edges" else new)
+    assert fault.startswith(f"p.yaml:{line}: {where}: ")
+    assert says in fault
+    assert "Value error" not in fault
 
 
 FULL = "{from: ar.hidden_states, to: dit.prompt_embeds}"
