@@ -7,6 +7,7 @@ task was delivered again elsewhere cannot double or overwrite anything.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import Any
 
@@ -129,19 +130,23 @@ class JobStore:
         Raises:
             InvalidRequest: the cursor is not one this method returned.
         """
-        offset = _offset(cursor)
+        place = _place(cursor)
         found: list[JobRecord] = []
         page = PAGE if states or pipeline else min(PAGE, limit + 1)
         while True:
             with broker_errors():
-                ids = await self.redis.zrevrange(keys.jobs_index(), offset, offset + page - 1)
+                newest = "+inf" if place is None else repr(place[0])
+                index: list[tuple[bytes, float]] = await self.redis.zrevrangebyscore(
+                    keys.jobs_index(), newest, "-inf", start=0, num=page, withscores=True
+                )
+                places = [(score, job_id.decode()) for job_id, score in index]
                 pipe = self.redis.pipeline(transaction=False)
-                for job_id in ids:
-                    pipe.hgetall(keys.job(job_id.decode()))
+                for _, job_id in places:
+                    pipe.hgetall(keys.job(job_id))
                 rows = await pipe.execute()
-            gone = [i for i, row in zip(ids, rows, strict=True) if not row]
-            for position, row in enumerate(rows):
-                if not row:
+            gone = [at[1] for at, row in zip(places, rows, strict=True) if not row]
+            for at, row in zip(places, rows, strict=True):
+                if not row or (place is not None and at >= place):
                     continue
                 record = read_record(row)
                 if (states and record.state not in states) or (
@@ -149,14 +154,18 @@ class JobStore:
                 ):
                     continue
                 if len(found) == limit:
-                    return found, str(offset + position)
+                    last = found[-1].spec
+                    return found, f"{last.created!r}~{last.id}"
                 found.append(record)
             if gone:
                 with broker_errors():
                     await self.redis.zrem(keys.jobs_index(), *gone)
-            if len(ids) < page:
+            if len(places) < page:
                 return found, None
-            offset += page - len(gone)
+            if place is None or places[-1] < place:
+                place = places[-1]
+            else:  # so many were created at that very moment
+                page *= 2
 
     # -- running a stage ---------------------------------------------------------------------
 
@@ -374,12 +383,18 @@ def _posted(posts: Sequence[Post]) -> list[Any]:
     return [len(posts), event_channel(), *(x for p in posts for x in (p.stage, p.message, p.event))]
 
 
-def _offset(cursor: str | None) -> int:
+def _place(cursor: str | None) -> tuple[float, str] | None:
+    """When the last job of the page before was created, and its id; None: at the newest one."""
     if cursor is None:
-        return 0
-    if not cursor.isascii() or not cursor.isdigit() or len(cursor) > 12:
+        return None
+    created, tilde, job_id = cursor.partition("~")
+    try:
+        at = float(created)
+    except ValueError:
+        at = float("nan")
+    if not tilde or not math.isfinite(at):
         raise InvalidRequest(
             f"{cursor!r} is no cursor",
             fields=[{"field": "cursor", "message": "must be a cursor that this route returned"}],
         )
-    return int(cursor)
+    return at, job_id

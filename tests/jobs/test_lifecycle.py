@@ -307,6 +307,34 @@ async def test_list_filters_and_pages_newest_first(store: JobStore) -> None:
     assert len((await store.list(pipeline="q"))[0]) == 3
     with pytest.raises(InvalidRequest):
         await store.list(cursor="-1")
+    with pytest.raises(InvalidRequest):
+        await store.list(cursor="nan~x")
+
+
+async def test_pages_keep_their_place_while_jobs_come_and_go(store: JobStore) -> None:
+    jobs = [await create(store, {"a": []}) for _ in range(5)]
+    page, cursor = await store.list(limit=2)
+    await create(store, {"a": []})
+    await store.redis.delete(keys.job(jobs[4].id), keys.job(jobs[2].id))
+    rest, end = await store.list(limit=2, cursor=cursor)
+    assert [j.id for j in page + rest] == [jobs[i].id for i in (4, 3, 1, 0)]
+    assert end is None
+
+
+async def test_jobs_created_at_the_same_moment_are_all_listed(store: JobStore) -> None:
+    jobs = [await create(store, {"a": []}) for _ in range(7)]
+    await store.redis.zadd(keys.jobs_index(), {j.id: 1000.0 for j in jobs})
+    for j in jobs:
+        spec = j.spec.model_copy(update={"created": 1000.0})
+        await store.redis.hset(keys.job(j.id), "spec", spec.model_dump_json())
+    seen: list[str] = []
+    cursor: str | None = None
+    while True:
+        page, cursor = await store.list(limit=1, cursor=cursor)
+        seen += [j.id for j in page]
+        if cursor is None:
+            break
+    assert sorted(seen) == sorted(j.id for j in jobs)
 
 
 async def test_only_one_of_many_racing_workers_runs_a_stage(store: JobStore) -> None:
