@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections import Counter
@@ -14,7 +15,7 @@ from omniq import keys
 from omniq.blobs.base import BlobRef
 from omniq.blobs.host import host_identity
 from omniq.blobs.redis import RedisStore
-from omniq.blobs.shm import ShmStore, available
+from omniq.blobs.slabs import SlabStore, available
 from omniq.errors import BlobError, BlobNotFound, BlobTooLarge, ConfigError, StoreFull
 from omniq.jobs.model import JobState
 from omniq.redis_client import broker_errors
@@ -42,7 +43,7 @@ class BlobRouter:
     """
 
     def __init__(
-        self, host: str, shm: ShmStore | None, redis: RedisStore, mode: Mode = "auto"
+        self, host: str, shm: SlabStore | None, redis: RedisStore, mode: Mode = "auto"
     ) -> None:
         if mode == "shm" and shm is None:
             raise ConfigError("no shared memory to keep blobs in")
@@ -62,7 +63,7 @@ class BlobRouter:
         host = host_identity(folder)
         shm = None
         if available(folder):
-            shm = ShmStore(folder, settings.namespace, host, settings.shm_max_bytes)
+            shm = SlabStore(folder, settings.namespace, host, settings.shm_max_bytes)
         elif mode == "shm":
             raise ConfigError(
                 f"OMNIQ_BLOB_STORE is shm, but {folder} is no folder to write to",
@@ -140,7 +141,7 @@ class BlobRouter:
         shm = self._shm_of(ref)
         return (shm is not None and shm.delete(ref)) or self.redis.delete(ref)
 
-    def _shm_of(self, ref: BlobRef) -> ShmStore | None:
+    def _shm_of(self, ref: BlobRef) -> SlabStore | None:
         return self.shm if ref.store == "shm" and ref.host == self.host else None
 
     # -- many blobs --------------------------------------------------------------------------
@@ -218,14 +219,23 @@ class BlobRouter:
         return freed
 
     def sweep(self, wanted: Callable[[str], bool] | None = None) -> int:
-        """Delete what dead processes of this host left and no unfinished job may read.
+        """Delete what dead processes of this host left, and this one lost, that no unfinished job
+        may read.
+
+        Lost are own blobs that no record names, so that no end of a job frees them: of a run that
+        the broker's failure kept from saying what it had written.
 
         ``wanted`` is as for :meth:`spill`; returns how many blobs were deleted.
         """
         if self.shm is None:
             return 0
-        ask = wanted or self._unfinished
-        swept = self.shm.sweep(lambda blob_id: ask(job_of(blob_id)))
+        ask = functools.cache(wanted or self._unfinished)  # most jobs have several blobs
+        swept = 0
+        for ref in self.shm.own():
+            # Of a job that has just ended, its end's own freeing may come first.
+            if not ask(job_of(ref.id)):
+                swept += self.shm.delete(ref)
+        swept += self.shm.sweep(lambda blob_id: ask(job_of(blob_id)))
         self._count("swept", swept)
         return swept
 

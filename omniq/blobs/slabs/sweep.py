@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from omniq.blobs.slabs import layout, locks
 from omniq.blobs.slabs.layout import Names
 
@@ -57,6 +55,8 @@ def sweep(names: Names, wanted: Callable[[str], bool]) -> int:
 
 def blob_ids(path: Path) -> list[str]:
     """Ids of the blobs in an extent that nobody freed."""
+    import numpy as np  # noqa: PLC0415 - to import the package needs none
+
     try:
         file = path.open("rb", buffering=0)
     except FileNotFoundError:
