@@ -7,12 +7,13 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from omniq import keys
 from omniq.blobs.base import BlobRef
+from omniq.blobs.choice import BlobUse, Mode, Where, choose
 from omniq.blobs.host import host_identity
 from omniq.blobs.redis import RedisStore
 from omniq.blobs.slabs import SlabStore, available
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-
-Mode = Literal["auto", "shm", "redis"]
 
 _PAGE = 256
 
@@ -88,9 +87,13 @@ class BlobRouter:
             StoreFull: no room now.
             BlobError: a tensor cannot be stored.
         """
-        if self.shm is not None and (
-            self.mode == "shm" or (self.mode == "auto" and consumers_local)
-        ):
+        choice = choose(
+            self.mode,
+            shared_memory=self.shm is not None,
+            consumers=Where.SAME_HOST if consumers_local else Where.OTHER_HOSTS,
+        )
+        if choice.store == "shm":
+            assert self.shm is not None, "the mode shm is refused where there is none"
             try:
                 ref = self.shm.put(blob_id, tensors)
             except (BlobTooLarge, StoreFull) as exc:
@@ -256,6 +259,26 @@ class BlobRouter:
             "shm": None if self.shm is None else self.shm.stats(),
             "counts": counts,
         }
+
+    def use(self) -> BlobUse:
+        """What a worker reports of its blobs; needs no broker."""
+        with self._lock:
+            puts = {s: self._counts[f"put_{s}"] for s in ("shm", "redis")}
+        use = BlobUse(mode=self.mode, shared_memory=self.shm is not None, puts=puts)
+        if self.shm is None:
+            return use
+        stats = self.shm.stats()
+        own = stats["own"]
+        return use.model_copy(
+            update={
+                "slabs": own["extents"],
+                "slab_bytes": own["bytes"],
+                "used_bytes": own["used_bytes"],
+                "blobs": stats["blobs"],
+                "host_bytes": stats["bytes"],
+                "max_bytes": stats["max_bytes"],
+            }
+        )
 
     def close(self) -> None:
         """Let go of both stores; blobs stay (see :meth:`spill`)."""

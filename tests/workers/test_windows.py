@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import wait_until
+from support import blobs_in, wait_until
 
 from omniq import keys
-from omniq.blobs.slabs.sweep import blob_ids
 from omniq.jobs.model import JobRecord, JobState
 from omniq.jobs.store import JobStore
 from omniq.submit import submit
@@ -58,11 +57,6 @@ async def noted(notes: Notes, prefix: str, count: int = 1) -> None:
 
 def words(count: int) -> str:
     return " ".join(f"w{i}" for i in range(count))
-
-
-def blobs_in(shm: Path) -> list[str]:
-    """Ids of the blobs in shared memory that nobody freed."""
-    return [b for f in shm.iterdir() if f.suffix != ".lock" for b in blob_ids(f)]
 
 
 async def assert_nothing_left(store: JobStore, job: JobRecord, shm: Path) -> None:
