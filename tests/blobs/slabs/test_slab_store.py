@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import subprocess
@@ -233,6 +234,27 @@ def test_sweeping_keeps_to_its_namespace(stores: Make, namespace: str) -> None:
     assert number_in(longer.get(ref)["x"]) == 7
     assert longer.sweep(lambda _: False) == 1
     longer.close()
+
+
+def test_upkeep_leaves_no_file_open(stores: Make, namespace: str) -> None:
+    """Neither of live owners, nor of dead ones whose blobs are wanted, nor of what is deleted."""
+    alive, dead, other = stores(), make_store(namespace), stores()
+    refs = [store.put("j.1", filled(1, 4096)) for store in (alive, dead)]
+    dead.close()
+
+    def look_and_sweep(wanted: bool) -> int:
+        for ref in refs:
+            with contextlib.suppress(BlobNotFound):
+                other.get(ref)
+        other.sweep(lambda _: wanted)
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    opened = look_and_sweep(wanted=True)
+    for _ in range(10):
+        assert look_and_sweep(wanted=True) == opened
+    look_and_sweep(wanted=False)
+    assert look_and_sweep(wanted=False) == opened - 2, "the dead owner's extent is unmapped"
 
 
 def test_many_sweeps_and_new_owners_at_once_do_not_disturb_each_other(
