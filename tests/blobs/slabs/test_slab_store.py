@@ -248,7 +248,7 @@ def test_upkeep_leaves_no_file_open(stores: Make, namespace: str) -> None:
                 other.get(ref)
         other.sweep(lambda _: wanted)
         gc.collect()
-        return len(os.listdir("/proc/self/fd"))
+        return len(list(Path("/proc/self/fd").iterdir()))
 
     opened = look_and_sweep(wanted=True)
     for _ in range(10):
