@@ -98,6 +98,12 @@ def test_no_extent_name_leads_out_of_the_folder(names: Names, name: str) -> None
         names.extent(name)
 
 
+#: Mostly of two sizes, so that slots are reused, which is where things can go wrong.
+NEEDS = st.one_of(
+    st.sampled_from([100, 100, 3 * PAGE]), st.integers(2, 9 * PAGE), st.integers(2, CAP)
+)
+
+
 @dataclass
 class Blob:
     """What the model knows of one blob. ``owner`` says which owner's, dead ones included."""
@@ -134,7 +140,7 @@ class SlabMachine(RuleBasedStateMachine):
 
     @rule(
         target=blobs,
-        need=st.one_of(st.integers(2, 9 * PAGE), st.integers(2, CAP)),
+        need=NEEDS,
         fill=st.integers(0, 255),
         by=st.integers(0, 1),
     )
@@ -205,6 +211,14 @@ class SlabMachine(RuleBasedStateMachine):
         # What was swept may still lie in an extent that this reader has mapped.
         assert freed or not known
         assert not freed or known or blob.owner not in self.owners
+
+    @rule(target=views, blob=blobs, by=st.integers(0, 1))
+    def read_and_free(self, blob: Blob, by: int) -> int:
+        """The life of most blobs: freed while the view is still used."""
+        view = self.read(blob, by)
+        if blob.place in self.live:
+            self.free(blob, by)
+        return view
 
     @rule(target=views, blob=blobs, by=st.integers(0, 1))
     def read(self, blob: Blob, by: int) -> int:
