@@ -24,11 +24,12 @@ from omniq.errors import (
     StoreFull,
 )
 from omniq.jobs.model import JobSpec, StageResult, new_job_id
-from omniq.jobs.store import JobStore
 from omniq.settings import get_settings
 
 if TYPE_CHECKING:
     from support import Valkey
+
+    from omniq.jobs.store import JobStore
 
 SHM = Path("/dev/shm")
 ID = "job.a.1.out"
@@ -248,6 +249,8 @@ def test_without_a_broker_nothing_is_thrown_away(
 
 @pytest.fixture
 async def jobs(configured: redis.Redis) -> Any:
+    from omniq.jobs.store import JobStore  # brings Celery, which GPU machines need not have
+
     store = JobStore.from_settings()
     yield store
     await store.close()
