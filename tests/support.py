@@ -28,6 +28,14 @@ def wait_until(predicate: Callable[[], object], timeout: float = 30.0, what: str
         time.sleep(0.02)
 
 
+def blobs_in(folder: Path) -> list[str]:
+    """Ids of the blobs that a folder of shared memory holds and nobody freed."""
+    from omniq.blobs.slabs.sweep import blob_ids
+
+    extents = [file for file in folder.iterdir() if file.suffix != ".lock"]
+    return [blob for extent in extents for blob in blob_ids(extent)]
+
+
 class Valkey:
     """A Valkey server that a test may also stop and start again."""
 

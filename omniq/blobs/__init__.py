@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from omniq.blobs.host import host_identity
     from omniq.blobs.redis import RedisStore
     from omniq.blobs.router import BlobRouter
-    from omniq.blobs.shm import ShmStore
+    from omniq.blobs.slabs import SlabStore
 
-__all__ = ["BlobRef", "BlobRouter", "BlobStore", "RedisStore", "ShmStore", "host_identity"]
+__all__ = ["BlobRef", "BlobRouter", "BlobStore", "RedisStore", "SlabStore", "host_identity"]
 
 # Eager imports would be circular: the job model needs BlobRef, and the router the job model.
 _HOMES = {
@@ -23,7 +23,7 @@ _HOMES = {
     "BlobRouter": "omniq.blobs.router",
     "BlobStore": "omniq.blobs.base",
     "RedisStore": "omniq.blobs.redis",
-    "ShmStore": "omniq.blobs.shm",
+    "SlabStore": "omniq.blobs.slabs",
     "host_identity": "omniq.blobs.host",
 }
 

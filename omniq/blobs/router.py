@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from omniq import keys
 from omniq.blobs.base import BlobRef
+from omniq.blobs.choice import BlobUse, Mode, Where, choose
 from omniq.blobs.host import host_identity
 from omniq.blobs.redis import RedisStore
-from omniq.blobs.shm import ShmStore, available
+from omniq.blobs.slabs import SlabStore, available
 from omniq.errors import BlobError, BlobNotFound, BlobTooLarge, ConfigError, StoreFull
 from omniq.jobs.model import JobState
 from omniq.redis_client import broker_errors
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-
-Mode = Literal["auto", "shm", "redis"]
 
 _PAGE = 256
 
@@ -42,7 +42,7 @@ class BlobRouter:
     """
 
     def __init__(
-        self, host: str, shm: ShmStore | None, redis: RedisStore, mode: Mode = "auto"
+        self, host: str, shm: SlabStore | None, redis: RedisStore, mode: Mode = "auto"
     ) -> None:
         if mode == "shm" and shm is None:
             raise ConfigError("no shared memory to keep blobs in")
@@ -62,7 +62,7 @@ class BlobRouter:
         host = host_identity(folder)
         shm = None
         if available(folder):
-            shm = ShmStore(folder, settings.namespace, host, settings.shm_max_bytes)
+            shm = SlabStore(folder, settings.namespace, host, settings.shm_max_bytes)
         elif mode == "shm":
             raise ConfigError(
                 f"OMNIQ_BLOB_STORE is shm, but {folder} is no folder to write to",
@@ -87,9 +87,13 @@ class BlobRouter:
             StoreFull: no room now.
             BlobError: a tensor cannot be stored.
         """
-        if self.shm is not None and (
-            self.mode == "shm" or (self.mode == "auto" and consumers_local)
-        ):
+        choice = choose(
+            self.mode,
+            shared_memory=self.shm is not None,
+            consumers=Where.SAME_HOST if consumers_local else Where.OTHER_HOSTS,
+        )
+        if choice.store == "shm":
+            assert self.shm is not None, "the mode shm is refused where there is none"
             try:
                 ref = self.shm.put(blob_id, tensors)
             except (BlobTooLarge, StoreFull) as exc:
@@ -140,7 +144,7 @@ class BlobRouter:
         shm = self._shm_of(ref)
         return (shm is not None and shm.delete(ref)) or self.redis.delete(ref)
 
-    def _shm_of(self, ref: BlobRef) -> ShmStore | None:
+    def _shm_of(self, ref: BlobRef) -> SlabStore | None:
         return self.shm if ref.store == "shm" and ref.host == self.host else None
 
     # -- many blobs --------------------------------------------------------------------------
@@ -218,14 +222,23 @@ class BlobRouter:
         return freed
 
     def sweep(self, wanted: Callable[[str], bool] | None = None) -> int:
-        """Delete what dead processes of this host left and no unfinished job may read.
+        """Delete what dead processes of this host left, and this one lost, that no unfinished job
+        may read.
+
+        Lost are own blobs that no record names, so that no end of a job frees them: of a run that
+        the broker's failure kept from saying what it had written.
 
         ``wanted`` is as for :meth:`spill`; returns how many blobs were deleted.
         """
         if self.shm is None:
             return 0
-        ask = wanted or self._unfinished
-        swept = self.shm.sweep(lambda blob_id: ask(job_of(blob_id)))
+        ask = functools.cache(wanted or self._unfinished)  # most jobs have several blobs
+        swept = 0
+        for ref in self.shm.own():
+            # Of a job that has just ended, its end's own freeing may come first.
+            if not ask(job_of(ref.id)):
+                swept += self.shm.delete(ref)
+        swept += self.shm.sweep(lambda blob_id: ask(job_of(blob_id)))
         self._count("swept", swept)
         return swept
 
@@ -246,6 +259,26 @@ class BlobRouter:
             "shm": None if self.shm is None else self.shm.stats(),
             "counts": counts,
         }
+
+    def use(self) -> BlobUse:
+        """What a worker reports of its blobs; needs no broker."""
+        with self._lock:
+            puts = {s: self._counts[f"put_{s}"] for s in ("shm", "redis")}
+        use = BlobUse(mode=self.mode, shared_memory=self.shm is not None, puts=puts)
+        if self.shm is None:
+            return use
+        stats = self.shm.stats()
+        own = stats["own"]
+        return use.model_copy(
+            update={
+                "slabs": own["extents"],
+                "slab_bytes": own["bytes"],
+                "used_bytes": own["used_bytes"],
+                "blobs": stats["blobs"],
+                "host_bytes": stats["bytes"],
+                "max_bytes": stats["max_bytes"],
+            }
+        )
 
     def close(self) -> None:
         """Let go of both stores; blobs stay (see :meth:`spill`)."""

@@ -7,24 +7,38 @@ import time
 import click
 
 from omniq import keys
+from omniq.blobs.choice import BlobUse
 from omniq.celery import queue_keys
 from omniq.cli.options import echo_json, echo_table, json_option, with_store
 from omniq.config import available_pipelines
+from omniq.jobs.edges import EdgeStore, stores_in_use
 from omniq.jobs.store import JobStore
 from omniq.jobs.workers import WorkerInfo, WorkerRegistry
 from omniq.redis_client import broker_errors
+
+WORKERS = ("WORKER", "PIPELINE", "STAGE", "STATE", "BUSY", "MEMORY", "DEVICES", "SEEN")
+POOLS = ("BLOBS OF", "STORE", "PUT SHM/REDIS", "SLABS", "IN USE/SLABS", "HOST POOL/CAP")
+EDGES = ("PIPELINE", "EDGE", "HOST", "STORE", "WHY")
 
 
 @click.command()
 @json_option
 def inspect(as_json: bool) -> None:
-    """Workers, queues and blob stores of the running system."""
+    """Workers, blob stores, edges and queues of the running system."""
     workers, queues = with_store(_look)
+    edges = stores_in_use(workers)
     if as_json:
-        echo_json({"workers": [w.model_dump(mode="json") for w in workers], "queues": queues})
+        dumped = {
+            name: [entry.model_dump(mode="json") for entry in entries]
+            for name, entries in (("workers", workers), ("edges", edges))
+        }
+        echo_json({**dumped, "queues": queues})
         return
-    header = ("WORKER", "PIPELINE", "STAGE", "STATE", "BUSY", "MEMORY", "DEVICES", "SEEN")
-    echo_table(header, [_row(w) for w in workers])
+    echo_table(WORKERS, [_row(w) for w in workers])
+    click.echo()
+    echo_table(POOLS, [_pool(w.id, w.blobs) for w in workers if w.blobs])
+    click.echo()
+    echo_table(EDGES, [_edge(e) for e in edges])
     click.echo()
     echo_table(("QUEUE", "WAITING"), list(queues.items()))
 
@@ -58,3 +72,23 @@ def _row(worker: WorkerInfo) -> tuple[object, ...]:
         ",".join(worker.devices) or "cpu",
         f"{max(0.0, time.time() - worker.seen):.0f}s ago",
     )
+
+
+def _pool(worker_id: str, use: BlobUse) -> tuple[object, ...]:
+    return (
+        worker_id,
+        use.mode,
+        f"{use.puts.get('shm', 0)}/{use.puts.get('redis', 0)}",
+        use.slabs if use.shared_memory else "no shared memory",
+        f"{_mib(use.used_bytes)}/{_mib(use.slab_bytes)} MiB",
+        f"{_mib(use.host_bytes)}/{_mib(use.max_bytes)} MiB",
+    )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.0f}"
+
+
+def _edge(edge: EdgeStore) -> tuple[object, ...]:
+    ends = f"{edge.source} -> {edge.target}"
+    return edge.pipeline, ends, edge.host or "-", edge.store or "-", edge.reason

@@ -190,6 +190,18 @@ class PipelineConfig(ConfigModel):
         """Edges whose target is an input of that stage."""
         return [e for e in self.edges if e.consumer == stage_id]
 
+    def readers_of(self, source: str) -> list[str]:
+        """Ids of the stages that read that output (``stage.output``), in stage order."""
+        return self._readers.get(source, [])
+
+    @cached_property
+    def _readers(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for stage in self.stages:
+            for source in {e.source for e in self.edges if e.consumer == stage.stage_id}:
+                found.setdefault(source, []).append(stage.stage_id)
+        return found
+
     @cached_property
     def takers(self) -> dict[str, list[OmniStageConfig]]:
         """The stages that take each request parameter, by its name."""

@@ -8,6 +8,7 @@ from enum import StrEnum
 from pydantic import BaseModel, Field
 
 from omniq import keys
+from omniq.blobs.choice import BlobUse
 from omniq.redis_client import Client, broker_errors
 from omniq.settings import get_settings
 
@@ -41,6 +42,7 @@ class WorkerInfo(BaseModel):
     in_flight: int = 0
     max_in_flight: int = 1
     rss_bytes: int = 0
+    blobs: BlobUse | None = Field(None, description="Its blobs; null until it has loaded.")
     last_log: list[str] = Field(default_factory=list, description="Its last log lines.")
 
 

@@ -22,6 +22,8 @@ from typing import IO
 import redis
 from redis.exceptions import RedisError
 
+from omniq.blobs.slabs.layout import Names
+from omniq.blobs.slabs.sweep import sweep
 from omniq.errors import BrokerUnavailable, ConfigError
 from omniq.runtime.external import watch
 from omniq.runtime.parent import die_with_parent
@@ -154,9 +156,6 @@ class _Embedded:
 
 def sweep_namespace(settings: Settings) -> None:
     """Delete shared memory that dead workers of an ephemeral broker left: no job needs it now."""
-    from omniq.blobs.slabs.layout import Names  # noqa: PLC0415 - numpy, needed at the end only
-    from omniq.blobs.slabs.sweep import sweep  # noqa: PLC0415
-
     if settings.shm_dir.is_dir():
         sweep(Names(settings.shm_dir, settings.namespace), lambda _: False)
 

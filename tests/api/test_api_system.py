@@ -17,6 +17,7 @@ from omniq_api.schemas import JobRequest
 from redis.asyncio import Redis
 
 import omniq
+from omniq.blobs.choice import BlobUse
 from omniq.config import PipelineConfig
 from omniq.jobs.workers import WorkerInfo, WorkerRegistry, WorkerState
 
@@ -82,7 +83,26 @@ async def test_workers_are_listed(client: httpx.AsyncClient, aredis: Redis) -> N
     await WorkerRegistry(aredis).beat(worker("dit", devices=["cuda:0"], last_log=["loaded"]))
     (found,) = (await client.get("/v1/workers")).json()["workers"]
     assert (found["id"], found["devices"], found["last_log"]) == ("w-dit", ["cuda:0"], ["loaded"])
-    assert (await client.get("/v1/workers?pipeline=other")).json()["workers"] == []
+    nobody = (await client.get("/v1/workers?pipeline=other")).json()
+    assert nobody == {"workers": [], "edges": []}
+
+
+async def test_workers_are_listed_with_the_store_of_each_edge(
+    client: httpx.AsyncClient, aredis: Redis
+) -> None:
+    registry = WorkerRegistry(aredis)
+    use = BlobUse(mode="auto", shared_memory=True, slabs=2, slab_bytes=2 << 20, used_bytes=4096)
+    await registry.beat(worker("ar", blobs=use))
+    await registry.beat(worker("dit", blobs=use))
+    await registry.beat(worker("decode", blobs=use, host="far"))
+    found = (await client.get("/v1/workers")).json()
+    assert found["workers"][0]["blobs"]["slabs"] == 2
+    stores = {e["target"].split(".")[0]: (e["host"], e["store"], e["reason"])
+              for e in found["edges"]}  # fmt: skip
+    assert stores == {
+        "dit": ("h", "shm", "all consumers are on this host"),
+        "decode": ("h", "redis", "consumers on other hosts"),
+    }
 
 
 async def test_a_pipeline_is_described_with_its_limits(client: httpx.AsyncClient) -> None:

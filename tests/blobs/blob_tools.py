@@ -40,9 +40,9 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[4])
 from blob_tools import make
-from omniq.blobs import ShmStore, host_identity
+from omniq.blobs import SlabStore, host_identity
 folder = Path(sys.argv[1])
-store = ShmStore(folder, sys.argv[2], host_identity(folder), 1 << 30)
+store = SlabStore(folder, sys.argv[2], host_identity(folder), 1 << 30)
 for seed, blob_id in enumerate(sys.argv[3].split(",")):
     print(store.put(blob_id, make(seed=seed)).model_dump_json(), flush=True)
 """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
 
-from omniq.blobs import BlobRouter, RedisStore, ShmStore, host_identity
+from omniq.blobs import BlobRouter, RedisStore
 from omniq.settings import get_settings
 
 SHM = Path("/dev/shm")
@@ -23,27 +23,6 @@ def namespace() -> Iterator[str]:
     for path in left:
         path.unlink()
     assert not left
-
-
-@pytest.fixture
-def shm_stores(namespace: str) -> Iterator[Callable[..., ShmStore]]:
-    """Makes stores on this host; closed at the end."""
-    made = []
-
-    def make(folder: Path = SHM, max_bytes: int = 1 << 30) -> ShmStore:
-        made.append(ShmStore(folder, namespace, host_identity(folder), max_bytes))
-        return made[-1]
-
-    yield make
-    for store in made:
-        for ref in store.own():
-            store.delete(ref)
-        store.close()
-
-
-@pytest.fixture
-def shm(shm_stores: Callable[..., ShmStore]) -> ShmStore:
-    return shm_stores()
 
 
 @pytest.fixture

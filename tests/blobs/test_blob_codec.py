@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import json
+import mmap
 import struct
 import subprocess
 import sys
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -108,6 +110,29 @@ def test_what_the_safetensors_package_writes_is_read(
 def test_every_dtype_and_megabytes_of_it(dtype: torch.dtype) -> None:
     tensor = random_tensor(dtype, (1024, 1024), 1).T
     assert_same(codec.parse(encode({"a": tensor})), {"a": tensor})
+
+
+def test_blobs_above_four_gigabytes_lie_where_they_should(tmp_path: Path) -> None:
+    """No offset is cut to 32 bits: written by plan, and read from a file that is mostly a hole."""
+    huge = torch.zeros(1, dtype=torch.int16).expand(3 << 30)
+    tail = torch.arange(6, dtype=torch.uint8).reshape(2, 3)
+    plan = codec.plan({"huge": huge, "tail": tail})
+    assert plan.nbytes == len(plan.header) + (6 << 30) + 6
+    spans = sorted((part.start, part.end) for part in plan.parts)
+    assert spans == [
+        (len(plan.header), len(plan.header) + (6 << 30)),
+        (len(plan.header) + (6 << 30), plan.nbytes),
+    ]
+    with (tmp_path / "blob").open("w+b") as file:
+        file.truncate(plan.nbytes)
+        file.write(plan.header)
+        file.seek(spans[0][1] - 2)
+        file.write(b"\x07\x00" + bytes(range(6)))
+        file.flush()
+        got = codec.parse(memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)))
+    assert got["huge"].shape == huge.shape
+    assert got["huge"][[0, 1 << 31, -1]].tolist() == [0, 0, 7]
+    assert_same({"tail": got["tail"]}, {"tail": tail})
 
 
 def test_all_dtypes_of_the_format_that_torch_has_are_known() -> None:

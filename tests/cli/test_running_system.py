@@ -95,6 +95,37 @@ def test_inspect_shows_workers_and_queues() -> None:
     assert "stand-in" in omniq("inspect").stdout
 
 
+def test_inspect_shows_for_each_edge_which_store_and_why() -> None:
+    seen = json.loads(omniq("inspect", "--json").stdout)
+    hosts = {w["host"] for w in seen["workers"]}
+    assert len(hosts) == 1
+    assert seen["edges"] == [
+        {
+            "pipeline": "stand-in",
+            "source": edge["source"],
+            "target": edge["target"],
+            "host": hosts.pop(),
+            "store": "shm",
+            "reason": "all consumers are on this host",
+        }
+        for edge in seen["edges"]
+    ]
+    text = omniq("inspect").stdout
+    for edge in seen["edges"]:
+        assert f"{edge['source']} -> {edge['target']}" in text
+    assert "all consumers are on this host" in text
+
+
+def test_inspect_shows_each_workers_pool() -> None:
+    seen = json.loads(omniq("inspect", "--json").stdout)
+    for worker in seen["workers"]:
+        blobs = worker["blobs"]
+        assert (blobs["mode"], blobs["shared_memory"]) == ("auto", True)
+        assert blobs["used_bytes"] <= blobs["slab_bytes"] <= blobs["host_bytes"]
+        assert blobs["max_bytes"] == 8 << 30
+    assert "8192 MiB" in omniq("inspect").stdout
+
+
 def test_wait_ready_returns_when_all_stages_are_ready() -> None:
     done = omniq("wait-ready", "--pipeline", "stand-in", "--timeout", "20")
     assert done.returncode == 0

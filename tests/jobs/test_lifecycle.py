@@ -231,7 +231,7 @@ async def test_the_end_of_a_job_frees_its_blobs_and_bounds_its_life(
     assert not await aredis.exists(keys.blob(refs[0].id), keys.job_blobs(job.id))
     garbage = await aredis.smembers(keys.host_garbage("h1"))
     assert [BlobRef.model_validate_json(g) for g in garbage] == [refs[1]]
-    for key in (keys.job(job.id), keys.job_events(job.id)):
+    for key in (keys.job(job.id), keys.job_events(job.id), keys.host_garbage("h1")):
         assert 0 < await aredis.ttl(key) <= 86_400
 
 

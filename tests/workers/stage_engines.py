@@ -23,8 +23,9 @@ def note(*words: object) -> None:
 
 
 class Scripted(Engine):
-    """``sleep=S``, ``retry=N`` (fail N times), ``die=N`` (exit N times), ``invalid``, ``error``,
-    ``dead=N`` (the engine dies N times), ``tensors`` (sends one), ``say=TEXT`` (streams it).
+    """``sleep=S``, ``quiet=S`` (sleeps and says nothing), ``retry=N`` (fail N times), ``die=N``
+    (exit N times), ``invalid``, ``error``, ``dead=N`` (the engine dies N times), ``tensors`` (sends
+    one), ``say=TEXT`` (streams it).
     """
 
     name = "scripted"
@@ -57,6 +58,8 @@ class Scripted(Engine):
             verb, _, argument = command.partition("=")
             if verb == "sleep":
                 await self._sleep(float(argument), emit, job)
+            elif verb == "quiet":
+                await asyncio.sleep(float(argument))
             elif verb == "retry" and before < int(argument):
                 raise EngineOutOfMemory("not this time")
             elif verb == "die" and before < int(argument):

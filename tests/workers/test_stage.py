@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support import wait_until
+from support import blobs_in, wait_until
 
-from omniq.jobs.model import JobRecord, JobState, StageState
+from omniq.jobs.model import JobRecord, JobState, StageState, Verdict
 from omniq.jobs.store import JobStore
 from omniq.jobs.workers import WorkerRegistry, WorkerState
 from omniq.submit import submit
@@ -76,6 +76,34 @@ async def test_a_workers_blobs_outlive_it(stages: Any, store: JobStore, notes: N
     assert not notes(f"run b {job.id}"), "it has not read them yet"
     assert (await ended(store, job)).state is JobState.SUCCEEDED
     assert notes("tensors b") == ["tensors b a [[0, 1, 2], [3, 4, 5]]"]
+
+
+@pytest.mark.parametrize("workers", ["ab", "a"], ids=["shared memory", "redis"])
+async def test_the_blobs_of_a_refused_outcome_are_freed(
+    stages: Any, store: JobStore, notes: Notes, workers: str
+) -> None:
+    """Another worker got the stage meanwhile: its run counts, and this one leaves nothing.
+
+    Without a worker of the next stage the blob goes to Redis.
+    """
+    stages.define("a>b")
+    stages.start(*workers)
+    job = await start_job(store, "a:quiet=1 a:tensors")
+    await noted(notes, f"run a {job.id}")
+    newer = await store.begin_stage(job.id, "a", "another", redelivered=True)
+    assert newer.verdict is Verdict.RUN
+    await asyncio.to_thread(stages.workers["a"].wait_for, "the outcome is no longer wanted")
+    wait_until(lambda: blobs_in(stages.shm) == [])
+
+    async def written() -> dict[str, int]:
+        found = await WorkerRegistry(store.redis).all()
+        return next(w.blobs.puts for w in found if w.stage == "a")
+
+    expected = {"shm": 1, "redis": 0} if workers == "ab" else {"shm": 0, "redis": 1}
+    while await written() != expected:  # with the next heartbeat
+        await asyncio.sleep(0.05)
+    assert await store.redis.keys("omniq:blob:*") == []
+    assert (await store.get(job.id)).stages["a"].state is StageState.RUNNING
 
 
 async def test_a_join_runs_once_and_holds_no_worker(

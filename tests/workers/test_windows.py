@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import wait_until
+from support import blobs_in, wait_until
 
 from omniq import keys
 from omniq.jobs.model import JobRecord, JobState
@@ -63,9 +63,7 @@ async def assert_nothing_left(store: JobStore, job: JobRecord, shm: Path) -> Non
     left = {k.decode() for k in await store.redis.keys(f"*{job.id}*")}
     assert left <= {keys.job(job.id), keys.job_events(job.id)}, left
     assert await store.redis.keys("omniq:blob:*") == []
-    await asyncio.to_thread(
-        wait_until, lambda: not [f for f in shm.rglob("*") if job.id in f.name], 10, "no blob left"
-    )
+    await asyncio.to_thread(wait_until, lambda: not blobs_in(shm), 10, "no blob left")
 
 
 async def test_the_stage_behind_runs_while_the_one_before_still_produces(

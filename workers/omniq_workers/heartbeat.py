@@ -16,6 +16,7 @@ from pathlib import Path
 
 from celery.utils.log import get_logger
 
+from omniq.blobs.choice import BlobUse
 from omniq.errors import BrokerUnavailable
 from omniq.jobs.workers import WorkerInfo, WorkerRegistry, WorkerState
 from omniq.settings import get_settings
@@ -31,6 +32,7 @@ class Heartbeat:
     Args:
         info: the entry's fixed part; state, times and numbers are filled in here.
         measure: returns tasks in flight now, and the last log lines.
+        blobs: says what the worker's blobs are; None while it has no store.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class Heartbeat:
         registry: WorkerRegistry,
         info: WorkerInfo,
         measure: Callable[[], tuple[int, list[str]]],
+        blobs: Callable[[], BlobUse | None],
     ) -> None:
-        self._registry, self._info, self._measure = registry, info, measure
+        self._registry, self._info = registry, info
+        self._measure, self._blobs = measure, blobs
         self._task: asyncio.Task[None] | None = None
         self._silent = False
 
@@ -95,6 +99,7 @@ class Heartbeat:
                 "in_flight": in_flight,
                 "last_log": lines,
                 "rss_bytes": resident_bytes(),
+                "blobs": self._blobs(),
             }
         )
         try:

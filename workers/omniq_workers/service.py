@@ -97,6 +97,7 @@ class StageService:
             registry,
             first_info(self.worker_id, self.pipeline.name, self.stage.stage_id, host, self.devices),
             lambda: (len(self.pool.flights) if self.pool else 0, self.lines.last()),
+            lambda: self._router.use() if self._router else None,
         )
         await self._heart.start()
         began = time.monotonic()

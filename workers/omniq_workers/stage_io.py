@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 from celery.utils.log import get_logger
 
 from omniq.blobs.base import BlobRef
+from omniq.blobs.choice import Where, where
 from omniq.config import Modality, OutputConfig, PipelineConfig
 from omniq.config.pipeline import REQUEST
 from omniq.engines.base import StageInput, StageOutput
 from omniq.errors import BlobError, BrokerUnavailable, EngineError
+from omniq.jobs.edges import hosts_of
 from omniq.jobs.model import ArtifactInfo, JobSpec, StageResult
 from omniq.jobs.store import JobStore
-from omniq.jobs.workers import WorkerRegistry, WorkerState
+from omniq.jobs.workers import WorkerRegistry
 from omniq.outputs import MultimodalOutputProcessor, OutputContext
 
 if TYPE_CHECKING:
@@ -63,7 +65,9 @@ class StageIO:
             for e in pipeline.edges
             if e.producer == stage_id and e.trigger == "full"
         }
-        self._local, self._local_until = False, 0.0
+        #: Where the stages behind live, and until when that is taken for true.
+        self._hosts: dict[str, set[str]] = {}
+        self._hosts_until = 0.0
         #: What was freed here and is still on this host's garbage list.
         self._freed: list[str] = []
         #: Until then blobs are written in threads, because shared memory was full.
@@ -151,11 +155,13 @@ class StageIO:
     async def put(self, run: Run, name: str, tensors: Mapping[str, torch.Tensor]) -> BlobRef:
         """Write one blob for the stages behind; the caller sees to its end.
 
+        ``name`` is the output's, for one of its chunks followed by a dot and a number.
+
         Raises:
             BlobError: it cannot be written.
         """
         blob_id = ".".join(map(str, (*run.key, name)))
-        local = await self._consumers_local()
+        local = await self._consumers_local(name.partition(".")[0])
         if local and time.monotonic() > self._threads_until and _is_small(tensors):
             ref = self._router.put(blob_id, tensors, consumers_local=True)
             if ref.store != "shm":  # there is no room, and Redis is not for the loop to wait for
@@ -163,20 +169,15 @@ class StageIO:
             return ref
         return await asyncio.to_thread(self._router.put, blob_id, tensors, consumers_local=local)
 
-    async def _consumers_local(self) -> bool:
-        """Whether every live worker of every stage behind runs on this machine."""
-        if time.monotonic() > self._local_until:
+    async def _consumers_local(self, output: str) -> bool:
+        """Whether every live worker of every stage that reads the output runs on this machine."""
+        if time.monotonic() > self._hosts_until:
             workers = await self._registry.all(self._pipeline.name)
-            alive = [w for w in workers if w.state is not WorkerState.FAILED]
-            self._local = all(
-                hosts == {self.host}
-                for hosts in (
-                    {w.host for w in alive if w.stage == stage}
-                    for stage in self._pipeline.downstream(self._stage_id)
-                )
-            )
-            self._local_until = time.monotonic() + CONSUMERS_FRESH
-        return self._local
+            behind = self._pipeline.downstream(self._stage_id)
+            self._hosts = {stage: hosts_of(workers, stage) for stage in behind}
+            self._hosts_until = time.monotonic() + CONSUMERS_FRESH
+        readers = self._pipeline.readers_of(f"{self._stage_id}.{output}")
+        return where(self.host, (self._hosts[stage] for stage in readers)) is Where.SAME_HOST
 
     async def _results(
         self, run: Run, output: StageOutput

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 import omniq
+from omniq.jobs.edges import EdgeStore, stores_in_use
 from omniq.jobs.workers import WorkerInfo
 from omniq.settings import get_settings
 from omniq_api.openapi import problems
@@ -19,9 +20,13 @@ router = APIRouter(tags=["system"])
 
 
 class WorkerList(BaseModel):
-    """All workers that are alive."""
+    """All workers that are alive, and how tensors travel between their stages."""
 
     workers: list[WorkerInfo]
+    edges: list[EdgeStore] = Field(
+        description="For each edge between stages of the pipelines that have a worker: the store "
+        "its tensors go to now, and why."
+    )
 
 
 @router.get("/health", summary="Liveness", responses=problems())
@@ -53,5 +58,8 @@ async def ready(response: Response, services: Live) -> ReadinessView:
 async def list_workers(
     services: Live, pipeline: Annotated[str | None, Query(max_length=64)] = None
 ) -> WorkerList:
-    """Every worker that is alive: stage, state, devices, load, last log lines."""
-    return WorkerList(workers=await services.workers.all(pipeline))
+    """Every worker that is alive: stage, state, devices, load, blobs, last log lines; and which
+    store each edge between their stages uses.
+    """
+    workers = await services.workers.all(pipeline)
+    return WorkerList(workers=workers, edges=stores_in_use(workers))

@@ -24,6 +24,6 @@ a SIGBUS.
 
 from __future__ import annotations
 
-from omniq.blobs.slabs.store import SlabStore
+from omniq.blobs.slabs.store import SlabStore, available
 
-__all__ = ["SlabStore"]
+__all__ = ["SlabStore", "available"]

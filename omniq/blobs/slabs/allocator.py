@@ -225,11 +225,12 @@ class Allocator:
             return [(s.blob_id, s.place, s.length) for s in slots]
 
     def stats(self) -> dict[str, Any]:
-        """Extents, their bytes, and slots by state."""
+        """Extents, their bytes and those of slots that are not free, and slots by state."""
         with self._lock:
             return {
                 "extents": len(self._extents),
                 "bytes": sum(e.size for e in self._extents.values()),
+                "used_bytes": sum(e.busy * e.slot_bytes for e in self._extents.values()),
                 "live": len(self._live),
                 "freed_but_read": sum(map(len, self._waiting.values())),
                 "free": sum(map(len, self._free.values())),

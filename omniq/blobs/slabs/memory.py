@@ -12,8 +12,6 @@ import mmap
 import os
 import resource
 
-import numpy as np
-
 from omniq.blobs.slabs.layout import PAGE
 from omniq.errors import StoreFull
 
@@ -26,8 +24,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 _CHUNK = 16 << 20
 
 # Bits of an entry of /proc/<pid>/pagemap (Documentation/admin-guide/mm/pagemap.rst).
-_HAS_PAGE = np.uint64(3 << 62)  # present, swapped
-_OF_FILE = np.uint64(1 << 61)
+_HAS_PAGE = 3 << 62  # present, swapped
+_OF_FILE = 1 << 61
 
 
 def reserve(fd: int, size: int) -> None:
@@ -87,6 +85,8 @@ def drop_private_copies(mapping: mmap.mmap, base: int, start: int, size: int) ->
 
 
 def _has_private_copies(start: int, size: int) -> bool:
+    import numpy as np  # noqa: PLC0415 - to import the package needs none
+
     try:
         fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # some sandboxes have none; to drop all pages is then right, if slower
@@ -95,4 +95,4 @@ def _has_private_copies(start: int, size: int) -> bool:
         pages = np.frombuffer(os.pread(fd, size // PAGE * 8, start // PAGE * 8), np.uint64)
     finally:
         os.close(fd)
-    return bool(((pages & _HAS_PAGE != 0) & (pages & _OF_FILE == 0)).any())
+    return bool(((pages & np.uint64(_HAS_PAGE) != 0) & (pages & np.uint64(_OF_FILE) == 0)).any())

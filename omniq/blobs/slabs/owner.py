@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from omniq.blobs.slabs import layout, locks, memory
 from omniq.blobs.slabs.layout import Names
 from omniq.errors import StoreFull
@@ -115,6 +113,8 @@ class Extent:
     """
 
     def __init__(self, names: Names, token: str, number: int, slot_bytes: int, slots: int) -> None:
+        import numpy as np  # noqa: PLC0415 - to import the package needs none
+
         self.name, self.slot_bytes = f"{token}.{number}", slot_bytes
         self.path = names.extent(self.name)
         self.data_start = layout.header_bytes(slots)
@@ -148,7 +148,7 @@ class Extent:
     def freed_slots(self) -> list[int]:
         """Indices of the slots whose blob was freed and not yet taken out."""
         live, freed = self._lines[:, layout.LIVE], self._lines[:, layout.FREED]
-        found: list[int] = np.flatnonzero((live == freed) & (live != 0)).tolist()
+        found: list[int] = ((live == freed) & (live != 0)).nonzero()[0].tolist()
         return found
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -158,6 +159,12 @@ class SlabStore(BlobStore):
     def _forget(self) -> None:
         self._allocator.forget()
         self._readers.forget()
+
+
+def available(folder: Path) -> bool:
+    """Whether a store can work in ``folder`` on this system."""
+    system = hasattr(os, "posix_fallocate") and hasattr(fcntl, "F_OFD_SETLK")
+    return system and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 _stores: weakref.WeakSet[SlabStore] = weakref.WeakSet()

@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from omniq.blobs.slabs import layout, locks
 from omniq.blobs.slabs.layout import Names
 
@@ -21,42 +19,54 @@ def sweep(names: Names, wanted: Callable[[str], bool]) -> int:
     Returns:
         How many blobs were deleted that nobody had freed.
     """
-    deleted = 0
-    for token, parts in names.scan().items():
-        lock, fd = Path(names.lock(token)), -1
-        try:
-            # By name, not by whether the scan saw it: owners make it first and delete it last.
-            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-            if not locks.try_flock(fd):
-                continue  # alive, or swept by another
-        except FileNotFoundError:
-            pass  # somebody removed it by hand
-        except PermissionError:
-            continue  # another user's, and theirs to sweep
-        try:
-            kept = False
-            for part in parts:
-                if part == "lock":
-                    continue
-                path = Path(names.extent(f"{token}.{part}"))
-                blobs = blob_ids(path)
-                if any(wanted(blob_id) for blob_id in blobs):
-                    kept = True
-                else:
-                    path.unlink(missing_ok=True)
-                    deleted += len(blobs)
-            if not kept:
-                # An extent made after the scan, just before its owner died, is found without its
-                # lock by the next sweep.
-                lock.unlink(missing_ok=True)
-        finally:
-            if fd >= 0:
-                os.close(fd)
-    return deleted
+    return sum(_sweep_owner(names, token, parts, wanted) for token, parts in names.scan().items())
+
+
+def _sweep_owner(names: Names, token: str, parts: list[str], wanted: Callable[[str], bool]) -> int:
+    """Delete what an owner left if it is dead; how many blobs nobody had freed."""
+    lock = Path(names.lock(token))
+    try:
+        # By name, not by whether the scan saw it: owners make it first and delete it last.
+        fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:  # somebody removed it by hand
+        return _sweep_extents(names, token, parts, wanted)[0]
+    except PermissionError:
+        return 0  # another user's, and theirs to sweep
+    try:
+        if not locks.try_flock(fd):
+            return 0  # alive, or swept by another
+        deleted, kept = _sweep_extents(names, token, parts, wanted)
+        if not kept:
+            # An extent made after the scan, just before its owner died, is found without its lock
+            # by the next sweep.
+            lock.unlink(missing_ok=True)
+        return deleted
+    finally:
+        os.close(fd)
+
+
+def _sweep_extents(
+    names: Names, token: str, parts: list[str], wanted: Callable[[str], bool]
+) -> tuple[int, bool]:
+    """Delete a dead owner's extents in which no blob is wanted; blobs deleted, and any kept."""
+    deleted, kept = 0, False
+    for part in parts:
+        if part == "lock":
+            continue
+        path = Path(names.extent(f"{token}.{part}"))
+        blobs = blob_ids(path)
+        if any(wanted(blob_id) for blob_id in blobs):
+            kept = True
+        else:
+            path.unlink(missing_ok=True)
+            deleted += len(blobs)
+    return deleted, kept
 
 
 def blob_ids(path: Path) -> list[str]:
     """Ids of the blobs in an extent that nobody freed."""
+    import numpy as np  # noqa: PLC0415 - to import the package needs none
+
     try:
         file = path.open("rb", buffering=0)
     except FileNotFoundError:

@@ -65,6 +65,9 @@ local function free_blob(json)
   redis.call('UNLINK', PREFIX .. 'blob:' .. ref.id)
   if ref.store == 'shm' and ref.host then
     redis.call('SADD', garbage(ref.host), json)
+    -- Nobody works off the list of a host that is gone; one that lives frees its own blobs of ended
+    -- jobs without the list too.
+    redis.call('PEXPIRE', garbage(ref.host), RETENTION)
     if ref.host == HOST then FREED[#FREED + 1] = json end
   end
 end

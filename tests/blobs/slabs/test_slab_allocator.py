@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -21,6 +22,7 @@ from omniq.blobs.slabs import layout
 from omniq.blobs.slabs.allocator import Allocator
 from omniq.blobs.slabs.layout import Names
 from omniq.blobs.slabs.readers import Readers
+from omniq.blobs.slabs.sweep import sweep
 from omniq.errors import BlobNotFound, BlobTooLarge, StoreFull
 
 SHM = Path("/dev/shm")
@@ -34,10 +36,16 @@ def names(namespace: str) -> Names:
 
 
 def put(allocator: Allocator, need: int, fill: int) -> str:
-    slot = allocator.claim(layout.slot_bytes(need))
+    slot = allocator.claim(layout.slot_bytes(need + layout.MAX_ID_BYTES))
     slot.view[:need] = bytes([fill]) * need
-    allocator.publish(slot, need - 1, 0, "x")  # the id takes the last byte
-    return slot.place
+    place = slot.place
+    allocator.publish(slot, need - 1, 0, id_of(place))
+    return place
+
+
+def id_of(place: str) -> str:
+    """The blob's id in these tests, which the sweep sees."""
+    return f"at.{place}"
 
 
 def read(readers: Readers, place: str, length: int) -> memoryview:
@@ -46,6 +54,10 @@ def read(readers: Readers, place: str, length: int) -> memoryview:
 
 def slot_of(place: str) -> str:
     return place.rpartition(".")[0]
+
+
+def extent_of(place: str) -> str:
+    return layout.parse_place(place)[0]
 
 
 def open_files() -> int:
@@ -86,64 +98,136 @@ def test_no_extent_name_leads_out_of_the_folder(names: Names, name: str) -> None
         names.extent(name)
 
 
-class SlabMachine(RuleBasedStateMachine):
-    """One owner, two readers (locks of their own, as two other processes have), a small cap."""
+#: Mostly of two sizes, so that slots are reused, which is where things can go wrong.
+NEEDS = st.one_of(
+    st.sampled_from([100, 100, 3 * PAGE]), st.integers(2, 9 * PAGE), st.integers(2, CAP)
+)
 
-    blobs: Bundle[tuple[str, int, int]] = Bundle("blobs")
+
+@dataclass
+class Blob:
+    """What the model knows of one blob. ``owner`` says which owner's, dead ones included."""
+
+    place: str
+    need: int
+    fill: int
+    owner: int
+
+
+class SlabMachine(RuleBasedStateMachine):
+    """Two owners that crash and come again, two readers, a small cap; a sweep like the workers'.
+
+    Readers and owners have locks of their own, as other processes have. A crash closes an owner's
+    files, as the kernel does; what it was writing stays half written.
+    """
+
+    blobs: Bundle[Blob] = Bundle("blobs")
     views: Bundle[int] = Bundle("views")
 
     def __init__(self) -> None:
         super().__init__()
         self.names = Names(SHM, f"test{secrets.token_hex(6)}")
-        self.allocator = Allocator(self.names, CAP)
+        self.owners = {n: Allocator(self.names, CAP) for n in range(2)}
+        self.next_owner = 2
         self.readers = [Readers(self.names, max_mapped=2), Readers(self.names)]
-        self.live: dict[str, tuple[int, int]] = {}
-        self.held: dict[int, tuple[memoryview, str, int]] = {}
+        #: Blobs that nobody freed, by place.
+        self.live: dict[str, Blob] = {}
+        self.held: dict[int, tuple[memoryview, Blob]] = {}
         self.next_view = 0
+
+    def owner(self, number: int) -> int:
+        return sorted(self.owners)[number]
 
     @rule(
         target=blobs,
-        need=st.one_of(st.integers(2, 9 * PAGE), st.integers(2, CAP)),
+        need=NEEDS,
         fill=st.integers(0, 255),
+        by=st.integers(0, 1),
     )
-    def put(self, need: int, fill: int) -> tuple[str, int, int]:
+    def put(self, need: int, fill: int, by: int) -> Blob:
+        number = self.owner(by)
         try:
-            place = put(self.allocator, need, fill)
+            place = put(self.owners[number], need, fill)
         except StoreFull:
-            return "none.0.0.1", need, fill
+            return Blob("none.0.0.1", need, fill, number)
         except BlobTooLarge:
-            assert layout.slot_bytes(need) + PAGE > CAP
-            return "none.0.0.1", need, fill
-        taken = {slot_of(p) for p in [*self.live, *(p for _, p, _ in self.held.values())]}
+            assert layout.slot_bytes(need + layout.MAX_ID_BYTES) + PAGE > CAP
+            return Blob("none.0.0.1", need, fill, number)
+        taken = {slot_of(p) for p in [*self.live, *(b.place for _, b in self.held.values())]}
         assert slot_of(place) not in taken
-        self.live[place] = (need, fill)
-        return place, need, fill
+        self.live[place] = blob = Blob(place, need, fill, number)
+        return blob
 
-    @rule(need=st.integers(1, 5 * PAGE))
-    def fail_to_write(self, need: int) -> None:
+    @rule(need=st.integers(1, 5 * PAGE), by=st.integers(0, 1), then=st.sampled_from(["", "crash"]))
+    def fail_to_write(self, need: int, by: int, then: str) -> None:
+        number = self.owner(by)
         try:
-            slot = self.allocator.claim(layout.slot_bytes(need))
+            slot = self.owners[number].claim(layout.slot_bytes(need))
         except StoreFull:
             return
         slot.view[:need] = b"\xee" * need
-        self.allocator.abandon(slot)
+        if then:
+            del slot
+            self.crash(by)
+        else:
+            self.owners[number].abandon(slot)
+
+    @rule(by=st.integers(0, 1))
+    def crash(self, by: int) -> None:
+        number = self.owner(by)
+        self.owners.pop(number).forget()  # closes its files, frees nothing
+        self.owners[self.next_owner] = Allocator(self.names, CAP)
+        self.next_owner += 1
+
+    @rule(data=st.data())
+    def sweep(self, data: st.DataObject) -> None:
+        """Jobs of some blobs have ended; whatever dead owners keep for those alone goes."""
+        dead = [b for b in self.live.values() if b.owner not in self.owners]
+        extents = {extent_of(b.place) for b in dead}
+        ended = {e for e in sorted(extents) if data.draw(st.booleans(), label=e)}
+        asked: list[str] = []
+
+        def wanted(blob_id: str) -> bool:
+            asked.append(blob_id)
+            return blob_id not in gone
+
+        going = [b for b in dead if extent_of(b.place) in ended]
+        gone = {id_of(b.place) for b in going}
+        assert sweep(self.names, wanted) == len(going)
+        assert set(asked) <= {id_of(b.place) for b in dead}, "asks for unfreed ones of the dead"
+        for blob in going:
+            del self.live[blob.place]
+        left = {f"{token}.{part}" for token, parts in self.names.scan().items() for part in parts}
+        assert not ended & left
 
     @rule(blob=blobs, by=st.integers(0, 2))
-    def free(self, blob: tuple[str, int, int], by: int) -> None:
-        place = blob[0]
-        freed = self.allocator.free(place) if by == 2 else self.readers[by].free(place)
-        assert freed is (self.live.pop(place, None) is not None)
+    def free(self, blob: Blob, by: int) -> None:
+        """By a reader, or by its owner if that lives."""
+        if by == 2 and blob.owner in self.owners:
+            freed = self.owners[blob.owner].free(blob.place)
+        else:
+            freed = self.readers[by % 2].free(blob.place)
+        known = self.live.pop(blob.place, None) is not None
+        # What was swept may still lie in an extent that this reader has mapped.
+        assert freed or not known
+        assert not freed or known or blob.owner not in self.owners
 
     @rule(target=views, blob=blobs, by=st.integers(0, 1))
-    def read(self, blob: tuple[str, int, int], by: int) -> int:
-        place, need, fill = blob
+    def read_and_free(self, blob: Blob, by: int) -> int:
+        """The life of most blobs: freed while the view is still used."""
+        view = self.read(blob, by)
+        if blob.place in self.live:
+            self.free(blob, by)
+        return view
+
+    @rule(target=views, blob=blobs, by=st.integers(0, 1))
+    def read(self, blob: Blob, by: int) -> int:
         self.next_view += 1
-        if place in self.live:
-            view = read(self.readers[by], place, need - 1)
-            self.held[self.next_view] = view, place, fill
-        else:
+        if blob.place in self.live:
+            self.held[self.next_view] = read(self.readers[by], blob.place, blob.need - 1), blob
+        elif blob.owner in self.owners:
             with pytest.raises(BlobNotFound):
-                self.readers[by].open(place, need - 1)
+                self.readers[by].open(blob.place, blob.need - 1)
         return self.next_view
 
     @rule(view=consumes(views))
@@ -153,48 +237,55 @@ class SlabMachine(RuleBasedStateMachine):
     @rule(view=consumes(views))
     def scribble_and_drop(self, view: int) -> None:
         """A reader that writes into its view changes nobody's blob and no later one."""
-        buffer, place, fill = self.held.pop(view, (memoryview(b""), None, 0))
-        shared = any(p == place for _, p, _ in self.held.values())
-        if buffer and not shared:  # views of one blob in one process are one memory
-            buffer[:] = bytes([fill ^ 0xFF]) * len(buffer)
+        buffer, blob = self.held.pop(view, (memoryview(b""), None))
+        if blob is None or any(b.place == blob.place for _, b in self.held.values()):
+            return  # views of one blob in one process are one memory
+        buffer[:] = bytes([blob.fill ^ 0xFF]) * len(buffer)
 
     @rule(idle=st.sampled_from([0.0, 1e9]))
     def tidy(self, idle: float) -> None:
-        self.allocator.tidy(idle)
+        for allocator in self.owners.values():
+            allocator.tidy(idle)
         for readers in self.readers:
             readers.tidy()
 
     @invariant()
     def views_do_not_change(self) -> None:
-        for view, _, fill in self.held.values():
-            assert view == bytes([fill]) * len(view)
+        for view, blob in self.held.values():
+            assert view == bytes([blob.fill]) * len(view)
 
     @invariant()
     def live_blobs_are_whole(self) -> None:
-        for place, (need, fill) in self.live.items():
-            assert read(self.readers[0], place, need - 1) == bytes([fill]) * (need - 1)
+        for place, blob in self.live.items():
+            got = read(self.readers[0], place, blob.need - 1)
+            assert got == bytes([blob.fill]) * (blob.need - 1)
 
     @invariant()
     def the_cap_holds(self) -> None:
-        assert self.names.bytes_held() <= CAP + PAGE  # and the lock file
+        locks = sum("lock" in parts for parts in self.names.scan().values())
+        assert self.names.bytes_held() <= CAP + locks * PAGE
 
     @invariant()
     def books_balance(self) -> None:
-        stats = self.allocator.stats()
-        slots = sum(len(e.slots) for e in self.allocator._extents.values())
-        assert stats["live"] + stats["free"] + stats["freed_but_read"] == slots
-        assert sum(e.busy for e in self.allocator._extents.values()) == slots - stats["free"]
-        assert len(self.allocator.live()) == len(self.live)
+        for number, allocator in self.owners.items():
+            stats = allocator.stats()
+            slots = sum(len(e.slots) for e in allocator._extents.values())
+            assert stats["live"] + stats["free"] + stats["freed_but_read"] == slots
+            assert sum(e.busy for e in allocator._extents.values()) == slots - stats["free"]
+            own = [b for b in self.live.values() if b.owner == number]
+            assert len(allocator.live()) == len(own)
 
     def teardown(self) -> None:
         try:
             self.held.clear()
             for place in self.live:
                 assert self.readers[1].free(place)
-            self.allocator.tidy(0.0)
-            assert self.allocator.stats()["bytes"] == 0, "all is freed and unread, and given back"
+            for allocator in self.owners.values():
+                allocator.tidy(0.0)
+                assert allocator.stats()["bytes"] == 0, "all is freed and unread, and given back"
+                allocator.close()
+            assert sweep(self.names, lambda _: pytest.fail("all is freed")) == 0
             assert [r.stats()["pinned"] for r in self.readers] == [0, 0]
-            self.allocator.close()
             for readers in self.readers:
                 readers.close()
             assert self.names.scan() == {}

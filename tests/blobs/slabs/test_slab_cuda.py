@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from blob_tools import assert_same
 from slab_players import make_store
 
+from omniq.blobs import codec
 from omniq.blobs.slabs import device
 
 pytestmark = [
@@ -14,20 +16,43 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("dtype", codec.dtypes().values(), ids=str)
 def test_device_tensors_come_back_bit_for_bit(namespace: str, dtype: torch.dtype) -> None:
-    store = make_store(namespace)
-    source = torch.randn(256, 1024).to(dtype)
-    tensors = {"a": source.cuda(), "b": source.cuda()[:, ::3], "c": source}
-    for _ in range(3):
-        ref = store.put("j.1", tensors)
-        got = store.get(ref)
-        assert torch.equal(got["a"], source)
-        assert torch.equal(got["b"], source[:, ::3])
-        assert torch.equal(got["c"], source)
-        assert torch.equal(got["a"].cuda().cpu(), source)
-        store.delete(ref)
+    """Read where they lie by the CPU, and copied to a device again; the slot is reused."""
+    producer, consumer = make_store(namespace), make_store(namespace)
+    most = 2 if dtype is torch.bool else 256
+    for seed in range(3):
+        torch.manual_seed(seed)
+        source = torch.randint(0, most, (64, 1024), dtype=torch.uint8).view(dtype)
+        on_device = source.cuda()
+        sent = {
+            "a": on_device, "strided": on_device[:, ::3], "scalar": on_device[1, 2],
+            "empty": on_device[:0], "cpu": source,
+        }  # fmt: skip
+        expected = {
+            "a": source, "strided": source[:, ::3], "scalar": source[1, 2],
+            "empty": source[:0], "cpu": source,
+        }  # fmt: skip
+        ref = producer.put("j.1", sent)
+        got = consumer.get(ref)
+        assert_same(got, expected)
+        assert_same({"again": got["a"].cuda().cpu()}, {"again": source})
+        assert consumer.delete(ref)
         del got
+    consumer.close()
+    producer.close()
+
+
+def test_other_streams_work_is_done_before_it_is_copied(namespace: str) -> None:
+    """What was queued on the caller's stream is in the blob."""
+    store = make_store(namespace)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        tensor = torch.zeros(1 << 24, device="cuda", dtype=torch.int64)
+        for _ in range(50):
+            tensor += 1
+        ref = store.put("j.1", {"x": tensor})
+    assert store.get(ref)["x"].unique().tolist() == [50]
+    store.delete(ref)
     store.close()
 
 
@@ -43,18 +68,4 @@ def test_an_extent_is_registered_once_and_given_back(namespace: str) -> None:
     store.sweep(lambda _: False)
     assert store.stats()["own"]["extents"] == 0
     assert torch.cuda.current_stream().query(), "no error is left behind"
-    store.close()
-
-
-def test_the_copy_uses_the_link(namespace: str) -> None:
-    """A registered copy is much faster than the driver's own detour (about 5 GB/s)."""
-    store = make_store(namespace, 2 << 30)
-    tensor = torch.ones(256 << 20, dtype=torch.uint8, device="cuda")
-    store.delete(store.put("j.0", {"x": tensor}))
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    store.delete(store.put("j.1", {"x": tensor}))
-    end.record()
-    end.synchronize()
-    assert tensor.nbytes / start.elapsed_time(end) / 1e6 > 10, "GB/s"
     store.close()

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from slab_players import SHM, filled, make_store
+from slab_players import SHM, filled, make_store, number_in
 
 from omniq.blobs import codec
 from omniq.blobs.base import BlobRef
+from omniq.blobs.slabs import layout
 from omniq.blobs.slabs.store import SlabStore
+from omniq.blobs.slabs.sweep import blob_ids
 from omniq.errors import BlobCorrupt, BlobError, BlobNotFound, BlobTooLarge, StoreFull
 
 Make = Callable[..., SlabStore]
@@ -197,6 +202,105 @@ def test_a_tensor_that_cannot_be_stored_leaves_nothing(stores: Make) -> None:
         store.put("not an id!", filled(1, 100))
     assert store.own() == []
     assert store.stats()["own"]["live"] == 0
+
+
+@pytest.mark.parametrize("blob_id", ["", "../x", "a/b", "a b", "x" * 201])
+def test_an_impossible_id_is_refused(stores: Make, blob_id: str) -> None:
+    store = stores()
+    with pytest.raises(ValueError, match="validation error"):
+        store.put(blob_id, filled(1, 64))
+    assert store.stats()["own"]["live"] == 0
+
+
+def test_the_longest_names_fit() -> None:
+    namespace = "n" * 32
+    store = make_store(namespace)
+    for nbytes in (8, layout.PAGE - 8, layout.PAGE, 1 << 20):
+        ref = store.put("i" * 200, filled(7, nbytes))
+        assert number_in(store.get(ref)["x"]) == 7
+        assert [r.id for r in store.own()] == ["i" * 200]
+        extents = [p for p in SHM.glob(f"{namespace}.*") if p.suffix != ".lock"]
+        assert [blob for path in extents for blob in blob_ids(path)] == ["i" * 200]
+        store.delete(ref)
+    store.close()
+    assert not list(SHM.glob(f"{namespace}.*"))
+
+
+def test_sweeping_keeps_to_its_namespace(stores: Make, namespace: str) -> None:
+    longer = make_store(f"{namespace}-b")
+    ref = longer.put("j.1", filled(7, 64))
+    longer.close()
+    assert stores().sweep(lambda _: False) == 0
+    assert number_in(longer.get(ref)["x"]) == 7
+    assert longer.sweep(lambda _: False) == 1
+    longer.close()
+
+
+def test_upkeep_leaves_no_file_open(stores: Make, namespace: str) -> None:
+    """Neither of live owners, nor of dead ones whose blobs are wanted, nor of what is deleted."""
+    alive, dead, other = stores(), make_store(namespace), stores()
+    refs = [store.put("j.1", filled(1, 4096)) for store in (alive, dead)]
+    dead.close()
+
+    def look_and_sweep(wanted: bool) -> int:
+        for ref in refs:
+            with contextlib.suppress(BlobNotFound):
+                other.get(ref)
+        other.sweep(lambda _: wanted)
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    opened = look_and_sweep(wanted=True)
+    for _ in range(10):
+        assert look_and_sweep(wanted=True) == opened
+    look_and_sweep(wanted=False)
+    assert look_and_sweep(wanted=False) == opened - 2, "the dead owner's extent is unmapped"
+
+
+def test_many_sweeps_and_new_owners_at_once_do_not_disturb_each_other(
+    stores: Make, namespace: str
+) -> None:
+    """Owners come and go while others sweep: no blob of a live owner is ever lost."""
+    stop = threading.Event()
+
+    def sweep_on(store: SlabStore) -> None:
+        while not stop.is_set():
+            store.sweep(lambda _: False)
+
+    def come_and_go(number: int) -> None:
+        for turn in range(30):
+            store = make_store(namespace)
+            ref = store.put(f"j{number}.{turn}", filled(turn, 4096))
+            assert number_in(store.get(ref)["x"]) == turn
+            assert store.delete(ref)
+            store.close()
+
+    with ThreadPoolExecutor(6) as pool:
+        sweeps = [pool.submit(sweep_on, stores()) for _ in range(2)]
+        try:
+            list(pool.map(come_and_go, range(4)))
+        finally:
+            stop.set()
+        for sweep in sweeps:
+            sweep.result()
+    assert not list(SHM.glob(f"{namespace}.*"))
+
+
+def test_writers_at_the_same_time_do_not_exceed_the_cap(stores: Make, namespace: str) -> None:
+    made = [stores(4 << 20) for _ in range(6)]
+
+    def put(number: int) -> bool:
+        try:
+            made[number % 6].put(f"j.{number}", filled(number, 1 << 20))
+        except StoreFull:
+            return False
+        return True
+
+    with ThreadPoolExecutor(6) as pool:
+        written = sum(pool.map(put, range(24)))
+    assert 1 <= written <= 3
+    held = sum(p.stat().st_blocks * 512 for p in SHM.glob(f"{namespace}.*"))
+    assert held <= (4 << 20) + 6 * layout.PAGE, "and the lock files"
 
 
 def test_what_no_empty_store_could_take_is_too_large(stores: Make) -> None:
