@@ -106,12 +106,16 @@ def line(client: Client, **options: Any) -> Line:
 
 
 @contextmanager
-def broker_errors() -> Iterator[None]:
-    """Turn "no broker" into :class:`BrokerUnavailable`, whatever form it takes."""
+def broker_errors(setting: str = "OMNIQ_BROKER_URL") -> Iterator[None]:
+    """Turn "no broker" into :class:`BrokerUnavailable`, whatever form it takes.
+
+    Args:
+        setting: names the server.
+    """
     try:
         yield
     except UNAVAILABLE as exc:
         raise BrokerUnavailable(
             f"the broker cannot be used: {exc}",
-            hint="check that Redis/Valkey runs at OMNIQ_BROKER_URL and has memory left",
+            hint=f"check that Redis/Valkey runs at {setting} and has memory left",
         ) from exc
