@@ -185,15 +185,17 @@ class _Writing:
     def write(self, buffers: Iterable[memoryview]) -> str:
         """Returns the checksum."""
         chunks = redis_frame.cut(buffers, self._plan)
-        if self._plan.chunks == 1:
-            self._send_chunk(self._final[0], 0, next(chunks), self._ttl)
-            self._confirmed()
-            return self._digest.hexdigest()
         try:
-            self._send_parts(chunks)
-            self._publish()
+            if self._plan.chunks == 1:
+                self._send_chunk(self._final[0], 0, next(chunks), self._ttl)
+                self._confirmed()
+            else:
+                self._send_parts(chunks)
+                self._publish()
         except (ResponseError, StoreFull):
-            self._drop(self._parts)
+            if self._parts:
+                self._drop(self._parts)
+            self._wire.close()  # gives the server the memory back that it received into
             raise
         return self._digest.hexdigest()
 

@@ -164,6 +164,11 @@ def test_a_full_redis_is_a_full_store(redis_store: RedisStore, configured: redis
     with pytest.raises(StoreFull, match="Redis has no memory"):
         redis_store.put(ID, make(40 << 20))
     assert configured.keys() == []
+    limit = int(configured.config_get("maxmemory")["maxmemory"])
+    wait_until(
+        lambda: int(configured.info("memory")["used_memory"]) < limit - (2 << 20),
+        what="the server has its memory back",
+    )
     assert_same(redis_store.get(redis_store.put(ID, make())), make())
 
 
