@@ -13,6 +13,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import (
     BusyLoadingError,
     ConnectionError,
+    InvalidResponse,
     OutOfMemoryError,
     ReadOnlyError,
     TimeoutError,
@@ -30,7 +31,14 @@ COMMAND_TIMEOUT = 2.0
 CONNECT_TIMEOUT = 1.0
 #: Every waiting client holds a connection; redis-py's own bound of 100 would refuse the next one.
 MAX_CONNECTIONS = 10_000
-UNAVAILABLE = (ConnectionError, TimeoutError, BusyLoadingError, OutOfMemoryError, ReadOnlyError)
+UNAVAILABLE = (
+    ConnectionError,
+    TimeoutError,
+    InvalidResponse,  # no Redis listens there
+    BusyLoadingError,
+    OutOfMemoryError,
+    ReadOnlyError,
+)
 
 
 SHARED_LINE = frozenset({"EVALSHA", "HGET", "HGETALL", "PING", "SCRIPT LOAD"})
