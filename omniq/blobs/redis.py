@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
 #: Seconds for which a server may neither take nor send anything.
 TIMEOUT = 10.0
-#: What a writer that died has written is dropped after so many seconds.
-PART_TTL = 60.0
+#: Seconds until what a writer that died has written is dropped, and as many more as one takes that
+#: sends SLOWEST bytes a second.
+PART_TTL = 60
+SLOWEST = 1 << 20
 
 Buffers = Callable[[], Iterable[memoryview]]
 
@@ -200,7 +202,7 @@ class _Writing:
         return self._digest.hexdigest()
 
     def _send_parts(self, chunks: Iterator[list[memoryview]]) -> None:
-        part_ttl = b"%d" % (PART_TTL * 1000)
+        part_ttl = b"%d" % ((PART_TTL + self._plan.nbytes // SLOWEST) * 1000)
         for number, chunk in enumerate(chunks):
             self._send_chunk(self._parts[number], number, chunk, part_ttl)
             if number:  # the answer to the chunk before has come while this one was sent
@@ -246,7 +248,7 @@ class _Writing:
         self._wire.send(commands, commands=len(commands))
         *_, done = [self._wire.answer() for _ in commands]
         if any(isinstance(answer, Exception) for answer in done):
-            # This writer was stopped for longer than PART_TTL, or Redis evicts.
+            # This writer was stopped for longer than the parts live, or Redis evicts.
             self._drop(self._final)
             raise StoreFull(f"Redis dropped a part of blob {self._id} while it was written")
 
