@@ -3,9 +3,9 @@
     python benchmarks/redis_blob.py --out redis_blob.json
 
 One process puts a tensor and gets it back, with one torch thread; Valkey runs where it likes. All
-ways take turns in rounds, so that other load meets all of them; a ratio is the median over rounds.
-The bound is RESP by hand: ``sendmsg`` of the tensor's memory as one value, ``recv_into`` new
-memory, no header, no checksum, no time to live, no limit of what one command holds.
+ways take turns, tensor by tensor, so that other load meets all of them; a ratio is the median over
+rounds. The bound is RESP by hand: ``sendmsg`` of the tensor's memory as one value, ``recv_into``
+new memory, no header, no checksum, no time to live, no limit of what one command holds.
 """
 
 from __future__ import annotations
@@ -150,23 +150,17 @@ def make(nbytes: int) -> torch.Tensor:
     return raw.view(torch.float16).view(-1, 64)
 
 
-def measure(way: Way, nbytes: int) -> tuple[list[float], list[float]]:
-    """Seconds of each put and of each get."""
-    source = make(nbytes)
-    puts, gets = [], []
-    for number in range(-WARM_UP, COUNTS.get(nbytes, 20)):
-        tensor = source.clone()
-        begin = now()
-        key = way.put(tensor)
-        middle = now()
-        got = way.get(key)
-        end = now()
-        assert torch.equal(got, source), "something else was read"
-        way.free(key)
-        if number >= 0:
-            puts.append(middle - begin)
-            gets.append(end - middle)
-    return puts, gets
+def measure(way: Way, source: torch.Tensor) -> tuple[float, float]:
+    """Seconds of one put and of one get."""
+    tensor = source.clone()
+    begin = now()
+    key = way.put(tensor)
+    middle = now()
+    got = way.get(key)
+    end = now()
+    assert torch.equal(got, source), "something else was read"
+    way.free(key)
+    return middle - begin, end - middle
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +177,19 @@ def run(ways: dict[str, Way], sizes: list[int], rounds: int) -> dict[int, dict[s
     taken: dict[int, dict[str, list[tuple[list[float], list[float]]]]] = {
         size: {name: [] for name in ways} for size in sizes
     }
+    names = list(ways)
     for number in range(rounds):
         for size in sizes:
-            names = list(ways)
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                taken[size][name].append(measure(ways[name], size))
+            source = make(size)
+            for name in names:
+                taken[size][name].append(([], []))
+            for turn in range(-WARM_UP, COUNTS.get(size, 20)):
+                first = turn % len(names)
+                for name in names[first:] + names[:first]:
+                    times = measure(ways[name], source)
+                    if turn >= 0:
+                        for samples, seconds in zip(taken[size][name][-1], times, strict=True):
+                            samples.append(seconds)
         print(f"round {number + 1} of {rounds}, load {load():.1f}", file=sys.stderr, flush=True)
     return {
         size: {
