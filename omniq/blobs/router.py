@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from omniq import keys
-from omniq.blobs.base import BlobRef
+from omniq.blobs.base import BlobRef, BlobStore
 from omniq.blobs.choice import BlobUse, Mode, Where, choose
 from omniq.blobs.host import host_identity
 from omniq.blobs.redis import RedisStore
 from omniq.blobs.slabs import SlabStore, available
 from omniq.errors import BlobError, BlobNotFound, BlobTooLarge, ConfigError, StoreFull
 from omniq.jobs.model import JobState
+from omniq.jobs.scripts import sources
 from omniq.redis_client import broker_errors
 from omniq.settings import get_settings
 
@@ -39,14 +40,22 @@ class BlobRouter:
         host: identity of this machine (:func:`omniq.blobs.host_identity`).
         shm: this host's shared memory; None where there is none.
         mode: where :meth:`put` writes, see ``settings.blob_store``. Reading is the same in all.
+        jobs: redis-py client of the server that keeps the jobs; default: that of the blobs. Closed
+            with the router.
     """
 
     def __init__(
-        self, host: str, shm: SlabStore | None, redis: RedisStore, mode: Mode = "auto"
+        self,
+        host: str,
+        shm: SlabStore | None,
+        redis: RedisStore,
+        mode: Mode = "auto",
+        jobs: Any = None,
     ) -> None:
         if mode == "shm" and shm is None:
             raise ConfigError("no shared memory to keep blobs in")
         self.host, self.shm, self.redis, self.mode = host, shm, redis, mode
+        self._jobs: Any = jobs or redis.client
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -68,7 +77,8 @@ class BlobRouter:
                 f"OMNIQ_BLOB_STORE is shm, but {folder} is no folder to write to",
                 hint="set OMNIQ_SHM_DIR to a tmpfs, or OMNIQ_BLOB_STORE to auto",
             )
-        return cls(host, shm, RedisStore.from_settings(), mode)
+        jobs = None if settings.blob_redis_url is None else RedisStore.broker_client()
+        return cls(host, shm, RedisStore.from_settings(), mode, jobs)
 
     # -- one blob ----------------------------------------------------------------------------
 
@@ -168,13 +178,13 @@ class BlobRouter:
         for ref in self.shm.own():
             if wanted(job_of(ref.id)):
                 try:
-                    self.redis.put_bytes(ref.id, self.shm.buffer(ref))
+                    copy = self.redis.put_bytes(ref.id, self.shm.buffer(ref))
                 except BlobNotFound:
                     continue  # freed meanwhile
                 except (BlobTooLarge, StoreFull) as exc:
                     logger.warning("blob %s stays in shared memory: %s", ref.id, exc)
                     continue
-                if wanted(job_of(ref.id)):
+                if wanted(job_of(ref.id)) and self._freed_with_job(copy):
                     moved += 1
                 else:  # it ended before the copy was there to be freed
                     self.redis.delete(ref)
@@ -194,10 +204,21 @@ class BlobRouter:
         return self.collect_garbage() + self.sweep(wanted)
 
     def collect_garbage(self) -> int:
-        """Free the blobs that ended jobs left to this host; returns how many."""
-        if self.shm is None:
-            return 0
-        client, key = self.redis.client, keys.host_garbage(self.host)
+        """Free the blobs that ended jobs left to this host, and to the server for blobs only.
+
+        Returns:
+            How many.
+        """
+        freed = 0
+        if self.shm is not None:
+            freed += self._collect_from(self.shm, self.host)
+        if self.redis.garbage_host is not None:
+            freed += self._collect_from(self.redis, self.redis.garbage_host)
+        self._count("collected", freed)
+        return freed
+
+    def _collect_from(self, store: BlobStore, host: str) -> int:
+        client, key = self._jobs, keys.host_garbage(host)
         freed = 0
         cursor = 0
         while True:
@@ -206,7 +227,7 @@ class BlobRouter:
             done = []
             for entry in entries:
                 try:
-                    freed += self.shm.delete(BlobRef.model_validate_json(entry))
+                    freed += store.delete(BlobRef.model_validate_json(entry))
                 except ValidationError as exc:
                     logger.warning("no blob reference in %s: %s", key, exc)
                 except BlobError as exc:
@@ -217,9 +238,7 @@ class BlobRouter:
                 with broker_errors():
                     client.srem(key, *done)
             if not cursor:
-                break
-        self._count("collected", freed)
-        return freed
+                return freed
 
     def sweep(self, wanted: Callable[[str], bool] | None = None) -> int:
         """Delete what dead processes of this host left, and this one lost, that no unfinished job
@@ -244,8 +263,27 @@ class BlobRouter:
 
     def _unfinished(self, job_id: str) -> bool:
         with broker_errors():
-            state = self.redis.client.hget(keys.job(job_id), "state")
+            state = self._jobs.hget(keys.job(job_id), "state")
         return state is not None and not JobState(state.decode()).final
+
+    def _freed_with_job(self, copy: BlobRef) -> bool:
+        """Have a moved blob freed with its job; False: the job has ended.
+
+        The job knows the blob as one in shared memory. Whoever ends it frees the copy on its own
+        server too, but reaches no other one.
+        """
+        if self.redis.garbage_host is None:
+            return True
+        job_id, settings = job_of(copy.id), get_settings()
+        with broker_errors():
+            left = self._jobs.eval(
+                sources()["stream_leave"],
+                3,
+                *(keys.job(job_id), keys.job_events(job_id), keys.job_blobs(job_id)),
+                copy.to_json(),
+                *(int(settings.retention * 1000), settings.max_events, f"{settings.namespace}:"),
+            )
+        return bool(left)
 
     # -- the rest ----------------------------------------------------------------------------
 
@@ -284,6 +322,7 @@ class BlobRouter:
         """Let go of both stores; blobs stay (see :meth:`spill`)."""
         if self.shm is not None:
             self.shm.close()
+        self._jobs.close()
         self.redis.close()
 
     def _count(self, what: str, number: int = 1) -> None:

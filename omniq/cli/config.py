@@ -36,7 +36,8 @@ def settings_table(*, show_secrets: bool = False) -> list[dict[str, Any]]:
     settings = get_settings()
     values = settings.model_dump(mode="json")
     if not show_secrets:
-        values["broker_url"] = settings.broker_url and safe_url(settings.broker_url)
+        for name in ("broker_url", "blob_redis_url"):
+            values[name] = values[name] and safe_url(values[name])
         values["flower_auth"] = settings.flower_auth and (
             settings.flower_auth.partition(":")[0] + ":***"
         )

@@ -82,6 +82,11 @@ def _broker() -> Iterator[Finding]:
                 yield WARN if line.startswith("WARNING") else OK, line
     except OmniqError as exc:
         yield BAD, f"{exc.message}; {exc.hint}"
+    if settings.blob_redis_url is not None:
+        try:
+            yield OK, f"for blobs: {check_server(settings.blob_url)[0]}"
+        except OmniqError as exc:
+            yield BAD, f"for blobs: {exc.message}; check OMNIQ_BLOB_REDIS_URL"
 
 
 def _shared_memory() -> Iterator[Finding]:

@@ -71,6 +71,33 @@ def test_serves_durably_on_loopback_only(running: OmniqProcess, port: int) -> No
     assert Path(config["dir"]) == running.log.parent
 
 
+def test_serves_on_a_unix_socket_of_this_user_too(running: OmniqProcess, port: int) -> None:
+    """Beside its data, and only while it runs."""
+    path = running.log.parent / "valkey.sock"
+    with redis.Redis(port=port) as client:
+        assert client.config_get("unixsocket")["unixsocket"] == str(path)
+    assert path.stat().st_mode & 0o777 == 0o700
+    with redis.Redis(unix_socket_path=str(path)) as client:
+        assert client.ping()
+    running.process.terminate()
+    assert running.process.wait(10) == 0
+    assert not path.exists()
+
+
+def test_a_data_folder_with_a_long_path_has_its_socket_elsewhere(
+    omniq: StartOmniq, port: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / ("long" * 30)
+    broker = omniq("broker", OMNIQ_BROKER_PORT=str(port), OMNIQ_DATA_DIR=str(folder))
+    wait_until(lambda: "broker: Valkey" in broker.output(), 10, "the broker says that it serves")
+    with redis.Redis(port=port) as client:
+        path = Path(client.config_get("unixsocket")["unixsocket"])
+    assert path.is_socket()
+    broker.process.terminate()
+    assert broker.process.wait(10) == 0
+    assert not path.parent.exists()
+
+
 def test_stops_at_once_and_cleanly_without_clients(running: OmniqProcess, port: int) -> None:
     started = time.monotonic()
     running.process.terminate()

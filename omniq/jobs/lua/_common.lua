@@ -56,14 +56,21 @@ local function current(stage, fence)
   return sget(stage, 'state') == 'running' and sget(stage, 'fence') == fence
 end
 
--- Redis blobs at once, shared-memory blobs by their host's garbage list. What lies on HOST, that of
--- the caller, is also noted in FREED: the caller frees it at once and says so the next time.
+-- What lies here at once, all chunks of it; shared-memory blobs, and those on a server of their own,
+-- by their host's garbage list. What lies on HOST, that of the caller, is also noted in FREED: the
+-- caller frees it at once and says so the next time.
 local HOST, FREED = '', {}
+local CHUNK_BYTES = 4194304  -- as in omniq/blobs/redis_frame.py
 local function garbage(host) return PREFIX .. 'garbage:' .. host end
 local function free_blob(json)
   local ref = cjson.decode(json)
-  redis.call('UNLINK', PREFIX .. 'blob:' .. ref.id)
-  if ref.store == 'shm' and ref.host then
+  local first = PREFIX .. 'blob:' .. ref.id
+  if redis.call('UNLINK', first) == 1 then
+    for n = 1, math.ceil(ref.nbytes / CHUNK_BYTES) - 1 do
+      redis.call('UNLINK', PREFIX .. 'blob:' .. n .. ':{' .. first .. '}')
+    end
+  end
+  if type(ref.host) == 'string' then
     redis.call('SADD', garbage(ref.host), json)
     -- Nobody works off the list of a host that is gone; one that lives frees its own blobs of ended
     -- jobs without the list too.
