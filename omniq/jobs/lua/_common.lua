@@ -147,4 +147,5 @@ local function finalise(state, err)
   end
   redis.call('PEXPIRE', JOB, RETENTION)
   redis.call('PEXPIRE', EVENTS, RETENTION)
+  redis.call('SET', JOB .. ':end', state, 'PX', RETENTION)  -- who waits for it is told
 end
