@@ -262,3 +262,91 @@ def test_a_refused_note_is_reported(
     assert "WRONGTYPE" in caplog.text
     assert redis_client.get("after") == b"y"
     notes.close()
+
+
+# -- messages that are none ------------------------------------------------------------------------
+
+
+def faulty(message: dict[str, Any], **changes: Any) -> bytes:
+    changed = {**message, **changes}
+    return json.dumps({k: v for k, v in changed.items() if v is not None}).encode()
+
+
+async def test_what_is_no_message_is_set_aside_and_stops_nobody(
+    stages: Any, store: JobStore, redis_client: redis.Redis, unacked: Any, queued: Any
+) -> None:
+    stages.define("a>b")
+    stages.start("a", "b")
+    pipeline = get_pipeline("p")
+    spec = await recorded(store)
+    (post,) = chain.first_posts(spec, pipeline)
+    good = json.loads(post.message)
+    properties = good["properties"]
+    bad = [
+        b"\xff\x00\x80 random",
+        b"",
+        b"[]",
+        b"17",
+        b'{"properties": []}',
+        b'{"a":' * 2000,
+        faulty(good, properties=None),
+        faulty(good, properties={**properties, "delivery_tag": None}),
+        faulty(good, properties={**properties, "delivery_tag": "t1", "delivery_info": {}}),
+        faulty(good, properties={**properties, "delivery_tag": "t2"}, headers={}),
+        faulty(good, properties={**properties, "delivery_tag": "t3"}, headers=[]),
+        faulty(good, properties={**properties, "delivery_tag": "t4"}, headers={"task": {}}),
+        faulty(good, properties={**properties, "delivery_tag": "t5"}, headers=None),
+        faulty(good, properties={**properties, "delivery_tag": "t6"}, body="%%%"),
+        faulty(good, properties={**properties, "delivery_tag": "t7", "body_encoding": "x"}),
+        faulty(good, properties={**properties, "delivery_tag": "t8"}, **{"content-type": "x/y"}),
+    ]
+    for item in bad:
+        redis_client.lpush(post.queue, item)
+    redis_client.lpush(post.queue, post.message)
+    assert (await ended(store, spec.id)).state is JobState.SUCCEEDED
+    wait_until(lambda: unacked() == 0 and queued("omniq.p.a") == 0)
+    wait_until(lambda: redis_client.llen("omniq:undecodable") == len(bad))
+    assert stages.workers["a"].popen.poll() is None
+    assert bad[0] in redis_client.lrange("omniq:undecodable", 0, -1)
+    assert "omniq:undecodable" in stages.workers["a"].output()
+
+
+# -- a killed worker -------------------------------------------------------------------------------
+
+
+async def test_a_message_is_noted_before_a_worker_has_seen_it(
+    channel: Channel, redis_client: redis.Redis
+) -> None:
+    """A worker that stands still, or dies, with messages on their way to it loses none."""
+    client = channel.connection.client
+    with client.Consumer([Queue("q")], callbacks=[lambda body, message: None]) as consumer:
+        with pytest.raises(TimeoutError):
+            client.drain_events(timeout=0.2)  # finds nothing, and is told of what comes
+        other = StageConnection(client.as_uri())
+        for number in range(3):
+            other.Producer().publish({"n": number}, routing_key="q", declare=[])
+        taken = consumer.channel
+        taken.look_again()
+        taken._brpop_start()  # asks, and never reads the answer
+        wait_until(lambda: redis_client.hlen("omniq:unacked") > 0)
+        held = redis_client.hlen("omniq:unacked")
+        assert held + redis_client.llen("q") == 3
+        assert redis_client.zcard("omniq:unacked_index") == held
+        other.release()
+
+
+async def test_a_user_who_may_not_be_told_of_changes_takes_messages_as_kombu_does(
+    stages: Any, store: JobStore, redis_client: redis.Redis, broker: Any, unacked: Any
+) -> None:
+    stages.define("a>b")
+    rules = "on >x ~* &* +@all -client|tracking".split()
+    redis_client.execute_command("ACL", "SETUSER", "untold", *rules)
+    url = broker.url.replace("://", "://untold:x@")
+    stages.start("a", "b", OMNIQ_BROKER_URL=url)
+    redis_client.lpush(keys.stage_queue("p", "a"), b"no message")
+    jobs = [await start_job(store) for _ in range(10)]
+    for job in jobs:
+        assert (await ended(store, job.id)).state is JobState.SUCCEEDED
+    wait_until(lambda: unacked() == 0 and redis_client.llen("omniq:undecodable") == 1)
+    assert "the broker refused CLIENT" in stages.workers["a"].output()
+    redis_client.execute_command("ACL", "DELUSER", "untold")

@@ -12,6 +12,8 @@ from celery.utils.log import get_logger
 from celery.worker.consumer import Consumer
 from celery.worker.state import maybe_shutdown
 
+from omniq_workers.events import StageDispatcher
+
 logger = get_logger(__name__)
 
 FIRST_WAIT = 0.2
@@ -32,6 +34,8 @@ class StageConsumer(Consumer):
         """The hub's loop starts; the channel of the tasks is there."""
         super().register_with_event_loop(hub)
         channel = self.task_consumer.channel
+        if isinstance(self.event_dispatcher, StageDispatcher):
+            self.event_dispatcher.beside = channel
         channel.start_ahead = self.pool.start_ahead
         self.pool.hand_over = channel.hand_over
         self.pool.tell_after = self.tell_after
@@ -62,9 +66,13 @@ class StageConsumer(Consumer):
 
     def send_news(self) -> None:
         """Send what the broker and those who watch have still to be told."""
-        if self.task_consumer is not None and self.connection is not None:
-            self.task_consumer.channel.flush()
+        if self.task_consumer is None or self.connection is None:
+            self._flush_events()
+            return
+        channel = self.task_consumer.channel
+        channel.note_done()  # goes along with the events, if there are any
         self._flush_events()
+        channel.flush()
 
     def on_unknown_message(self, body: Any, message: Any) -> None:
         """Set aside what is no task's message; then as Celery, which logs and drops it."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty
 from typing import Any, Literal
 from uuid import uuid4
@@ -134,11 +135,12 @@ class Channel(kombu_redis.Channel):
 
     def flush(self) -> None:
         """Send all notes. Raises as :meth:`Notes.flush`."""
-        self._note_done()
+        self.note_done()
         if self._notes is not None:
             self._notes.flush()
 
-    def _note_done(self) -> None:
+    def note_done(self) -> None:
+        """Have it sent with what is sent next which messages are done with."""
         if self.done:
             done, self.done = self.done, []
             self.notes.add("ZREM", self.unacked_index_key, *done)
@@ -227,8 +229,6 @@ class Channel(kombu_redis.Channel):
                     exc,
                 )
                 self._taker = False
-                connection.disconnect()  # it may speak another protocol now
-                connection.connect()
                 return None
         return self._taker
 
@@ -312,23 +312,32 @@ class Channel(kombu_redis.Channel):
 
     def _take(self, item: bytes, queue: str) -> None:
         """Deliver a message that is noted as received, or start on it before."""
-        try:
-            raw = _loads(item)
+        raw = _loads(item)
+        tag = raw["properties"]["delivery_tag"]
+
+        def deliver() -> None:
             message = self.Message(raw, channel=self, accept=ACCEPT)
-            self.noted.add(message.delivery_tag)
+            self.noted.add(tag)
             if self.start_ahead is not None and self.start_ahead(message):
                 self.ahead.append((message, queue))
             else:
                 self.connection._deliver(raw, queue)
-        except (*self.connection_errors, *self.channel_errors):
+
+        self._guarded(deliver, raw, queue)
+
+    def _guarded(self, deliver: Callable[[], object], raw: dict[str, Any], queue: str) -> None:
+        """Deliver a message; set it aside if it is not what those expect who get it."""
+        try:
+            deliver()
+        except (*self.connection_errors, *self.connection.channel_errors):
             raise
-        except Exception:  # whatever is wrong with it, the next one may be right
+        except Exception:  # whatever is wrong with this one, the next one may be right
             logger.exception(
                 "a message of queue %s cannot be taken; it lies in list %s",
                 queue, self.undecodable_key,
             )  # fmt: skip
-            self._set_aside(item)
-            tag = _tag(item)
+            tag = raw["properties"]["delivery_tag"]
+            self._set_aside(kombu_json.dumps(raw).encode())
             self.noted.discard(tag)
             if tag in self.qos._delivered:
                 self.qos.ack(tag)
@@ -355,9 +364,10 @@ class Channel(kombu_redis.Channel):
         for message, queue in ahead:
             if queue in self.connection._callbacks:
                 self.qos.append(message, message.delivery_tag)
-                self._callback_of[queue](message)
+                deliver = partial(self._callback_of[queue], message)
             else:  # not consumed from any more: it goes back
-                self.connection._deliver(message._raw, queue)
+                deliver = partial(self.connection._deliver, message._raw, queue)
+            self._guarded(deliver, message._raw, queue)
 
     def basic_consume(
         self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, *args: Any, **kwargs: Any
@@ -430,9 +440,3 @@ def _loads(item: bytes) -> dict[str, Any]:
         kombu_json.loads(item.decode()) if TYPED in item else orjson.loads(item)
     )
     return loaded
-
-
-def _tag(item: bytes) -> str:
-    """The tag of a message that was noted, so it has one."""
-    tag: str = _loads(item)["properties"]["delivery_tag"]
-    return tag
