@@ -35,7 +35,7 @@ def job(job_id: str) -> str:
 
 
 def job_end(job_id: str) -> str:
-    """Written when the job ends, and only then."""
+    """Written for a moment when the job ends, and only then: a change to be told of."""
     return f"{job(job_id)}:end"
 
 

@@ -10,7 +10,8 @@ whatever comes twice is dropped and nothing can be missed: reading and being tol
 change is one step on the server. One that does not keep up loses its buffer, not its place: it
 reads its backlog again.
 
-Who waits for a job's end only is told of nothing else: a key of its own is written then.
+Who waits for a job's end only is told of nothing else: a key of its own is written then, for
+a moment.
 
 A server that does not tell (an old one, or one whose access rules refuse ``CLIENT TRACKING``) is
 asked every ``POLL`` seconds instead.
@@ -238,8 +239,8 @@ class Watching:
             while not watch.stopped:
                 watch.restart()
                 with broker_errors():
-                    ended = await self._line.ask("EXISTS", key)  # to be told from here on
-                if ended or await self._ended(job_id):
+                    await self._line.ask("EXISTS", key)  # to be told from here on
+                if await self._ended(job_id):
                     return True
                 if (left := end - loop.time()) <= 0:
                     return False

@@ -323,7 +323,7 @@ async def untold(
     broker: Valkey, aredis: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[JobStore]:
     """A store whose user may do everything but ask to be told of changes."""
-    rules = "on >x ~* &* +@all -client|tracking".split()
+    rules = ["on", ">x", "~*", "&*", "+@all", "-client|tracking"]
     await aredis.execute_command("ACL", "SETUSER", "untold", *rules)
     monkeypatch.setenv("OMNIQ_BROKER_URL", broker.url.replace("://", "://untold:x@"))
     get_settings.cache_clear()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import redis
+from celery import Celery
 from celery import chain as celery_chain
 from kombu import Queue
 from omniq_workers.notes import Notes
@@ -109,6 +110,30 @@ async def test_a_stock_clients_chain_runs_on_our_workers(
     assert (await ended(store, spec.id)).state is JobState.SUCCEEDED
     assert sorted(notes("run")) == [f"run {s} {spec.id}" for s in sorted(spec.stages)]
     wait_until(lambda: unacked() == 0)
+
+
+async def test_a_plain_celery_client_submits_and_sends_stages(
+    stages: Any, store: JobStore, broker: Any, notes: NoteReader, unacked: Any
+) -> None:
+    """One that knows nothing of omniq but names of tasks and queues."""
+    plain = Celery("plain", broker=broker.url, backend=broker.url, set_as_current=False)
+    plain.conf.result_backend_transport_options = {"global_keyprefix": "omniq:"}
+    stages.define("a>b")
+    stages.start("a", "b")
+    sent = plain.send_task(
+        "omniq.submit", ["p"], {"prompt": "x", "priority": 7}, queue="omniq.control"
+    )
+    answer = await asyncio.to_thread(sent.get, timeout=30)
+    assert (await ended(store, answer["id"])).state is JobState.SUCCEEDED
+    spec = await recorded(store)
+    for stage in ("a", "b"):
+        plain.send_task(
+            "omniq.stage", kwargs={"job": spec.id, "stage": stage}, queue=f"omniq.p.{stage}"
+        )
+        await noted(notes, f"done {stage} {spec.id}")
+    assert (await ended(store, spec.id)).state is JobState.SUCCEEDED
+    wait_until(lambda: unacked() == 0)
+    plain.close()
 
 
 async def test_a_foreign_task_behind_a_stage_is_sent_by_celery(
@@ -339,7 +364,7 @@ async def test_a_user_who_may_not_be_told_of_changes_takes_messages_as_kombu_doe
     stages: Any, store: JobStore, redis_client: redis.Redis, broker: Any, unacked: Any
 ) -> None:
     stages.define("a>b")
-    rules = "on >x ~* &* +@all -client|tracking".split()
+    rules = ["on", ">x", "~*", "&*", "+@all", "-client|tracking"]
     redis_client.execute_command("ACL", "SETUSER", "untold", *rules)
     url = broker.url.replace("://", "://untold:x@")
     stages.start("a", "b", OMNIQ_BROKER_URL=url)

@@ -250,9 +250,9 @@ class EnginePool(BasePool):
 
     def _hand_over(self) -> None:
         self.hand_over()
-        # Refused by Celery meanwhile, such as a task that was revoked.
+        # Celery has dropped those: they were revoked before it heard of them.
         for flight in self._ahead.values():
-            flight.stop(Stop.RETURN)
+            flight.stop(Stop.REVOKED)
         self._ahead.clear()
 
     def limited(self, name: str) -> bool:

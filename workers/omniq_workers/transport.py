@@ -29,7 +29,6 @@ from kombu import Connection
 from kombu.transport import redis as kombu_redis
 from kombu.transport import virtual
 from kombu.utils import json as kombu_json
-from redis.exceptions import ResponseError
 
 from omniq_workers.notes import Notes
 from omniq_workers.take import CannotTake, Taken, Taker
@@ -108,6 +107,7 @@ class Channel(kombu_redis.Channel):
 
     QoS = QoS
     Message = Message
+    _brpop_sent_at: float | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         #: Tags that are noted as received, and not yet handed to :class:`QoS`.
@@ -121,7 +121,7 @@ class Channel(kombu_redis.Channel):
         self._notes: Notes | None = None
         #: None: not looked at yet, or the connection is another one; False: messages are taken as
         #: kombu does.
-        self._taker: Taker | None | Literal[False] = None
+        self._taker: Taker | Literal[False] | None = None
         self._callback_of: dict[str, Any] = {}
         self._keys_of: dict[tuple[str, ...], list[str]] = {}
         super().__init__(*args, **kwargs)
@@ -213,7 +213,8 @@ class Channel(kombu_redis.Channel):
             self._ask(taker, queues)
             return
         wait = timeout or self.brpop_timeout or 0
-        command = hiredis.pack_command(("BRPOP", *self._keys(tuple(queues)), wait))
+        command: Any = ("BRPOP", *self._keys(tuple(queues)), wait)
+        command = hiredis.pack_command(command)
         connection.send_packed_command([command], check_health=False)
 
     def _taker_of(self, connection: Any) -> Taker | None:
@@ -224,8 +225,8 @@ class Channel(kombu_redis.Channel):
                 self._taker = Taker(connection, f"{self.unacked_key}:none")
             except CannotTake as exc:
                 logger.warning(
-                    "messages are taken one by one, and one is lost if this worker is killed before "
-                    "it has noted it: the broker refused %s",
+                    "messages are taken one by one, and one is lost if this worker is killed "
+                    "before it has noted it: the broker refused %s",
                     exc,
                 )
                 self._taker = False
@@ -350,7 +351,7 @@ class Channel(kombu_redis.Channel):
         """List of what came by a queue and is no message."""
         return f"{self.unacked_key.removesuffix('unacked')}undecodable"
 
-    def set_aside(self, message: Message) -> None:
+    def set_aside(self, message: Any) -> None:
         """Keep a message that Celery cannot take apart from its queue."""
         self._set_aside(kombu_json.dumps(message._raw).encode())
 
@@ -368,6 +369,13 @@ class Channel(kombu_redis.Channel):
             else:  # not consumed from any more: it goes back
                 deliver = partial(self.connection._deliver, message._raw, queue)
             self._guarded(deliver, message._raw, queue)
+
+    def _receive(self) -> Any:
+        # What Celery is asked about tasks, or told to do with them, is of all that run here.
+        for channel in self.connection.channels:
+            if isinstance(channel, Channel):
+                channel.hand_over()
+        return super()._receive()
 
     def basic_consume(
         self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, *args: Any, **kwargs: Any

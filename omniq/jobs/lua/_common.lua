@@ -169,5 +169,6 @@ local function finalise(state, err)
   end
   redis.call('PEXPIRE', JOB, RETENTION)
   redis.call('PEXPIRE', EVENTS, RETENTION)
-  redis.call('SET', JOB .. ':end', state, 'PX', RETENTION)  -- who waits for it is told
+  redis.call('SET', JOB .. ':end', state)  -- who waits for it is told
+  redis.call('DEL', JOB .. ':end')
 end
