@@ -14,7 +14,8 @@ from omniq import keys
 from omniq.blobs.base import BlobRef
 from omniq.blobs.host import host_identity
 from omniq.blobs.redis import RedisStore
-from omniq.blobs.shm import ShmStore, available
+from omniq.blobs.shm import available
+from omniq.blobs.slabs import SlabStore as ShmStore
 from omniq.errors import BlobError, BlobNotFound, BlobTooLarge, ConfigError, StoreFull
 from omniq.jobs.model import JobState
 from omniq.redis_client import broker_errors
