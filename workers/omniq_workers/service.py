@@ -263,8 +263,8 @@ class StageService:
 
 
 def _calm_collector() -> None:
-    """Keep the garbage collector from looking through all of the engine's and the libraries' objects
-    again and again: they stay, and it stops every thread meanwhile.
+    """Keep the garbage collector from looking through what is there by now, over and over: engine
+    and libraries stay, and every thread stands still meanwhile.
     """
     gc.collect()
     gc.freeze()
