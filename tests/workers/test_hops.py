@@ -170,7 +170,9 @@ async def test_a_hop_takes_two_scripts_and_no_transaction(
     stats = redis_client.info("commandstats")
     calls = {k.removeprefix("cmdstat_"): v["calls"] for k, v in stats.items()}
     looks = calls["lmpop"]
-    assert calls["evalsha"] == jobs * 5 + looks, "create, for each stage take, begin and finish"
+    # kombu looks for what the dead have left now and then; giving up its lock is a script, too.
+    extra = calls["evalsha"] - (jobs * 5 + looks)
+    assert 0 <= extra <= calls.get("zrange", 0), "create; for each stage take, begin and finish"
     assert jobs * 2 <= looks < jobs * 2 + 60, "one a message, and one a second"
     assert calls["lpush"] == jobs * 2
     assert calls.get("multi", 0) < jobs, "kombu's transactions around every message"
@@ -196,7 +198,7 @@ async def test_a_task_that_started_ahead_is_inspected_and_revoked_as_any(
         found = app.control.inspect(timeout=2).active() or {}
         return [task["id"] for tasks in found.values() for task in tasks]
 
-    assert await asyncio.to_thread(active) == [f"{job.id}.a"]
+    await asyncio.to_thread(wait_until, lambda: active() == [f"{job.id}.a"], 20)
     app.control.revoke(f"{job.id}.a", terminate=True)
     await noted(notes, f"stopped a {job.id}")
     assert (await ended(store, job.id, 10)).state is JobState.CANCELLED
