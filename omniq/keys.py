@@ -34,6 +34,11 @@ def job(job_id: str) -> str:
     return f"{_ns()}:job:{{{job_id}}}"
 
 
+def job_end(job_id: str) -> str:
+    """Written for a moment when the job ends, and only then: a change to be told of."""
+    return f"{job(job_id)}:end"
+
+
 def job_events(job_id: str) -> str:
     """Stream: what happened to the job, in order."""
     return f"{_ns()}:job:{{{job_id}}}:events"

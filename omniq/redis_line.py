@@ -40,6 +40,7 @@ class Line:
         command_timeout: seconds until an answer must be there; then the connection is given up.
         connect_timeout: seconds until the server must have taken the connection.
         greeting: commands to send first on every new connection.
+        on_refused: takes the server's refusal of one of them; by default it ends the connection.
         on_push: takes what the server sends unasked (RESP3 push messages).
         on_lost: called with the reason when a connection that worked has ended.
     """
@@ -53,10 +54,11 @@ class Line:
         greeting: Sequence[tuple[Argument, ...]] = (),
         on_push: Callable[[list[Any]], None] | None = None,
         on_lost: Callable[[Exception], None] | None = None,
+        on_refused: Callable[[exceptions.ResponseError], None] | None = None,
     ) -> None:
         self._pool = pool
         self._command_timeout, self._connect_timeout = command_timeout, connect_timeout
-        self._greeting = greeting
+        self._greeting, self._on_refused = greeting, on_refused
         self._on_push, self._on_lost = on_push, on_lost
         self._wire: _Wire | None = None
         self._opening: asyncio.Task[_Wire] | None = None
@@ -76,9 +78,7 @@ class Line:
             redis.exceptions.ResponseError: the server refused.
         """
         wire = self._wire or await self._opened()
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        wire.send(command, _into(answer))
-        return await answer
+        return await _asked(wire, command)
 
     def send(self, take: Take, *command: Argument) -> None:
         """Send one command on a connected line; ``take`` gets the answer or the error."""
@@ -114,10 +114,15 @@ class Line:
         try:
             async with asyncio.timeout(self._connect_timeout):
                 await _connect(wire, target)
-            for command in (*_login(target), *self._greeting):
-                answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-                wire.send(command, _into(answer))
-                await answer
+            for command in _login(target):
+                await _asked(wire, command)
+            for command in self._greeting:
+                try:
+                    await _asked(wire, command)
+                except exceptions.ResponseError as exc:
+                    if self._on_refused is None:
+                        raise
+                    self._on_refused(exc)
             greeted = True
         except TimeoutError as exc:  # an OSError, too
             raise exceptions.TimeoutError("the broker did not take the connection in time") from exc
@@ -242,6 +247,12 @@ class _Wire(asyncio.Protocol):
         self.lost(
             exceptions.ConnectionError(f"the broker closed the connection: {exc or 'end of file'}")
         )
+
+
+async def _asked(wire: _Wire, command: tuple[Argument, ...]) -> Any:
+    answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    wire.send(command, _into(answer))
+    return await answer
 
 
 def _into(future: asyncio.Future[Any]) -> Take:

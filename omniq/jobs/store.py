@@ -276,7 +276,11 @@ class JobStore:
         return await self._end_run(job_id, stage, fence, "fail", error=error)
 
     async def stop_stage(self, job_id: str, stage: str, fence: int) -> bool:
-        """A cancelled run has really stopped; the job ends as cancelled with the last of them."""
+        """A cancelled run has really stopped; the job ends as cancelled with the last of them.
+
+        A run that was revoked by itself takes its job along: whatever else of it runs is told to
+        stop.
+        """
         return await self._end_run(job_id, stage, fence, "stop")
 
     async def _end_run(
@@ -290,7 +294,8 @@ class JobStore:
         delay: float = 0.0,
     ) -> bool:
         body = _dumps(error) if error is not None else ""
-        return bool(await self._run("end_run", job_id, [stage, fence, how, body, repr(delay)]))
+        arguments = [stage, fence, how, body, repr(delay), job_id]
+        return bool(await self._run("end_run", job_id, arguments, keys.cancel_channel()))
 
     async def cancel(self, job_id: str) -> JobRecord:
         """Ask a job to stop: at once if nothing runs, else ``cancelling`` until it has stopped.

@@ -10,12 +10,19 @@ whatever comes twice is dropped and nothing can be missed: reading and being tol
 change is one step on the server. One that does not keep up loses its buffer, not its place: it
 reads its backlog again.
 
+Who waits for a job's end only is told of nothing else: a key of its own is written then, for
+a moment.
+
+A server that does not tell (an old one, or one whose access rules refuse ``CLIENT TRACKING``) is
+asked every ``POLL`` seconds instead.
+
 Watchers wait on asyncio futures only; cancelling one leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -30,6 +37,8 @@ from omniq.errors import InvalidRequest, JobNotFound
 from omniq.jobs.model import JobEvent, JobState
 from omniq.redis_client import Client, broker_errors, line
 
+logger = logging.getLogger(__name__)
+
 EVENT_ID = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?")
 LARGEST_ID_PART = 2**64 - 1
 PAGE = 200
@@ -40,6 +49,8 @@ LINGER = 0.25
 """Seconds the connection stays open without watchers."""
 SILENCE = 15.0
 """Seconds after which a watcher looks whether nothing has really happened."""
+POLL = 0.25
+"""The same where the server does not tell of changes."""
 
 Order = tuple[int, int]
 """A stream id as numbers: milliseconds, sequence."""
@@ -73,18 +84,18 @@ class Entry:
 class _Watch:
     """One watcher of one job."""
 
-    def __init__(self, last: Order, *, ending_only: bool = False) -> None:
-        self.last, self.ending_only = last, ending_only
+    def __init__(self, last: Order) -> None:
+        self.last = last
         self.behind = True
         self.error: Exception | None = None
-        self.stopped = False
+        self.stopped = self.ended = False
+        self.heard = 0.0
+        """When it last got something, where it has to look by itself."""
         self._buffer: deque[Entry] = deque()
         self._news: asyncio.Future[None] | None = None
 
     def hand(self, entry: Entry) -> None:
         """Take a live event, or fall behind."""
-        if self.ending_only and not entry.event.final:
-            return
         if len(self._buffer) >= BUFFER:
             self.restart()
             self.behind = True
@@ -130,8 +141,8 @@ class _Watch:
 class _Feed:
     """One watched stream: how far it has been read, and for whom."""
 
-    def __init__(self, job_id: str) -> None:
-        self.key = keys.job_events(job_id).encode()
+    def __init__(self, key: bytes) -> None:
+        self.key = key
         self.last: bytes | None = None  # until its end has been looked up
         self.reading = self.changed = False
         self.watches: set[_Watch] = set()
@@ -143,6 +154,8 @@ class Watching:
     def __init__(self, redis: Client) -> None:
         self._redis = redis
         self._feeds: dict[bytes, _Feed] = {}
+        #: Who waits for jobs' ends, by the key that is written then.
+        self._ends: dict[bytes, set[_Watch]] = {}
         self._due: list[_Feed] = []
         self._closing: asyncio.TimerHandle | None = None
         self._stopped = False
@@ -151,13 +164,15 @@ class Watching:
             greeting=[("CLIENT", "TRACKING", "ON")],
             on_push=self._told,
             on_lost=self._lost,
+            on_refused=self._refused,
         )
+        self._polls = False
 
     def stop(self) -> None:
         """End every watch as if it had run out of time; for a server that stops."""
         self._stopped = True
-        for feed in self._feeds.values():
-            for watch in feed.watches:
+        for watches in (*self._ends.values(), *(f.watches for f in self._feeds.values())):
+            for watch in watches:
                 watch.stopped = True
                 watch.wake()
 
@@ -174,6 +189,7 @@ class Watching:
     ) -> AsyncGenerator[JobEvent | None]:
         """See :meth:`omniq.jobs.store.JobStore.events`."""
         watch = _Watch(parse_id(after))
+        watch.heard = asyncio.get_running_loop().time()
         feed = self._join(job_id, watch)
         try:
             while not watch.stopped:
@@ -184,6 +200,7 @@ class Watching:
                     watch.behind = watch.behind or len(page) == PAGE
                     for entry in page:
                         watch.last = entry.order
+                        watch.heard = asyncio.get_running_loop().time()
                         yield entry.event
                         if entry.event.final:
                             return
@@ -199,7 +216,7 @@ class Watching:
                     if live.event.final:
                         return
                 self._check(watch)
-                if not await watch.news(block):
+                if not await self._news(watch, block):
                     yield None
                     watch.behind = True  # whatever was said and not heard is read now
         finally:
@@ -214,47 +231,72 @@ class Watching:
         """
         loop = asyncio.get_running_loop()
         end = float("inf") if timeout is None else loop.time() + timeout
-        watch = _Watch((0, 0), ending_only=True)
-        feed = self._join(job_id, watch)
+        key = keys.job_end(job_id).encode()
+        watch = _Watch((0, 0))
+        self._stay(watch)
+        self._ends.setdefault(key, set()).add(watch)
         try:
             while not watch.stopped:
                 watch.restart()
-                # The event that ends a job is its last one: so it is enough to see the newest.
-                await self._arm(feed)
+                with broker_errors():
+                    await self._line.ask("EXISTS", key)  # to be told from here on
                 if await self._ended(job_id):
                     return True
                 if (left := end - loop.time()) <= 0:
                     return False
-                if await watch.news(min(SILENCE, left)):
-                    self._check(watch)
-                    if watch.next() is not None:
-                        return True
+                await self._news(watch, min(SILENCE, left))
+                self._check(watch)
+                if watch.ended:
+                    return True
             return False
         finally:
-            self._leave(feed, watch)
+            watches = self._ends[key]
+            watches.discard(watch)
+            if not watches:
+                del self._ends[key]
+            self._go_idle()
 
-    def _join(self, job_id: str, watch: _Watch) -> _Feed:
+    async def _news(self, watch: _Watch, timeout: float) -> bool:
+        """As :meth:`_Watch.news`; looks now and then where nobody tells."""
+        if not self._polls:
+            return await watch.news(timeout)
+        if await watch.news(min(POLL, timeout)):
+            return True
+        watch.behind = True
+        now = asyncio.get_running_loop().time()
+        if now - watch.heard < timeout:
+            return True
+        watch.heard = now
+        return False
+
+    def _stay(self, watch: _Watch) -> None:
         if self._closing is not None:
             self._closing.cancel()
             self._closing = None
+        watch.stopped = self._stopped
+
+    def _join(self, job_id: str, watch: _Watch) -> _Feed:
+        self._stay(watch)
         key = keys.job_events(job_id).encode()
         feed = self._feeds.get(key)
         if feed is None:
-            feed = self._feeds[key] = _Feed(job_id)
+            feed = self._feeds[key] = _Feed(key)
         feed.watches.add(watch)
-        watch.stopped = self._stopped
         return feed
 
     def _leave(self, feed: _Feed, watch: _Watch) -> None:
         feed.watches.discard(watch)
         if not feed.watches and self._feeds.get(feed.key) is feed:
             del self._feeds[feed.key]
-        if not self._feeds and self._closing is None:
+        self._go_idle()
+
+    def _go_idle(self) -> None:
+        if not self._feeds and not self._ends and self._closing is None:
             self._closing = asyncio.get_running_loop().call_later(LINGER, self._idle)
 
     def _idle(self) -> None:
         self._closing = None
-        if not self._feeds:
+        if not self._feeds and not self._ends:
             self._line.close()
 
     def _check(self, watch: _Watch) -> None:
@@ -287,13 +329,6 @@ class Watching:
             )
         return [_entry(*row) for row in found[feed.key]] if found else []
 
-    async def _arm(self, feed: _Feed) -> None:
-        """Make the server tell of the stream's next change, and hear that the server is there."""
-        with broker_errors():
-            await self._connected()
-            self._line.send(partial(self._started, feed), *_tail(feed))
-            await self._line.ask("PING")
-
     async def _connected(self) -> None:
         if not self._line.connected:
             await self._line.ask("PING")
@@ -308,10 +343,14 @@ class Watching:
         kind, changed = message[0], message[1] if len(message) > 1 else None
         if kind != b"invalidate":
             return
-        for key in self._feeds if changed is None else changed:
+        for key in (*self._feeds, *self._ends) if changed is None else changed:
             feed = self._feeds.get(key)
             if feed is not None:
                 self._changed(feed)
+            for watch in self._ends.get(key, ()):
+                watch.ended = changed is not None
+                watch.behind = True
+                watch.wake()
 
     def _changed(self, feed: _Feed) -> None:
         feed.changed = True
@@ -352,19 +391,30 @@ class Watching:
     def _lost(self, reason: Exception) -> None:
         feeds, self._feeds = list(self._feeds.values()), {}
         self._end(feeds, reason)
+        for watches in self._ends.values():
+            _fail(watches, reason)
+
+    def _refused(self, reason: Exception) -> None:
+        if not self._polls:
+            logger.warning("the broker does not tell of changes, jobs are polled: %s", reason)
+        self._polls = True
 
     def _end(self, feeds: list[_Feed], reason: Exception) -> None:
         for feed in feeds:
             if self._feeds.get(feed.key) is feed:
                 del self._feeds[feed.key]
-            for watch in feed.watches:
-                watch.error = type(reason)(*reason.args)
-                watch.wake()
+            _fail(feed.watches, reason)
 
 
 def not_found(job_id: str) -> JobNotFound:
     """The error for a job nobody knows."""
     return JobNotFound(f"no job {job_id!r}: it never existed, or its retention has passed")
+
+
+def _fail(watches: set[_Watch], reason: Exception) -> None:
+    for watch in watches:
+        watch.error = type(reason)(*reason.args)
+        watch.wake()
 
 
 def _tail(feed: _Feed) -> tuple[Any, ...]:

@@ -2,17 +2,23 @@
 
 The server is asked to tell when a key that was read over this connection changes or is deleted
 (``CLIENT TRACKING``). Reading and being told of the next change is one step on the server, so a
-waiter that watches first and reads then misses nothing.
+waiter that watches first and reads then misses nothing. Where the server does not tell, waiters
+look again every ``POLL`` seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from omniq.redis_client import Client, broker_errors, line
+
+logger = logging.getLogger(__name__)
+
+POLL = 0.25
 
 
 class KeyNews:
@@ -25,10 +31,14 @@ class KeyNews:
             greeting=[("CLIENT", "TRACKING", "ON")],
             on_push=self._told,
             on_lost=lambda _: self._wake_all(),
+            on_refused=self._refused,
         )
+        self._timer: asyncio.TimerHandle | None = None
 
     def close(self) -> None:
         """Close the connection."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._line.close()
 
     async def ask(self, *command: str | int) -> Any:
@@ -71,3 +81,12 @@ class KeyNews:
         for waiting in self._waiting.values():
             for event in waiting:
                 event.set()
+
+    def _refused(self, reason: Exception) -> None:
+        if self._timer is None:
+            logger.warning("the broker does not tell of changes, streams are polled: %s", reason)
+            self._poll()
+
+    def _poll(self) -> None:
+        self._wake_all()
+        self._timer = asyncio.get_running_loop().call_later(POLL, self._poll)

@@ -12,6 +12,8 @@ import pytest
 from support import blobs_in, wait_until
 
 from omniq import keys
+from omniq.celery import app
+from omniq.chain import task_id
 from omniq.jobs.model import JobRecord, JobState
 from omniq.jobs.store import JobStore
 from omniq.submit import submit
@@ -108,6 +110,19 @@ async def test_windows_in_a_row_and_beside_a_full_edge(
     said = notes()
     assert said.index(f"done c {job.id}") < said.index(f"run d {job.id}")
     assert said.index(f"run d {job.id}") < said.index(f"done a {job.id}")
+
+
+async def test_revoking_only_the_readers_task_stops_its_producer_too(
+    stages: Any, store: JobStore, notes: Notes, unacked: Any
+) -> None:
+    define(stages, "a>b")
+    stages.start("a", "b")
+    job = await start_job(store, "a:chunks=1000 b:pace=0.5")
+    await noted(notes, f"chunk b {job.id}")
+    app.control.revoke(task_id(job.id, "b", "a-1"), terminate=True)
+    assert (await ended(store, job)).state is JobState.CANCELLED
+    await noted(notes, f"stopped a {job.id}")
+    wait_until(lambda: unacked() == 0)
 
 
 async def test_a_killed_producer_frees_the_reader_and_both_run_again(

@@ -5,11 +5,14 @@ within seconds, and nothing waits for the next turn of the hub's loop, which may
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from celery.utils.log import get_logger
 from celery.worker.consumer import Consumer
 from celery.worker.state import maybe_shutdown
+
+from omniq_workers.events import StageDispatcher
 
 logger = get_logger(__name__)
 
@@ -18,6 +21,8 @@ WAIT_STEP = 0.3
 LONGEST_WAIT = 2.0
 #: Acknowledgements and task events are sent together, at most so many seconds late.
 PACE = 0.02
+#: Queues are looked at so often, in seconds, whether or not the broker tells of a new message.
+LOOK_AGAIN = 1.0
 
 
 class StageConsumer(Consumer):
@@ -29,8 +34,12 @@ class StageConsumer(Consumer):
         """The hub's loop starts; the channel of the tasks is there."""
         super().register_with_event_loop(hub)
         channel = self.task_consumer.channel
+        if isinstance(self.event_dispatcher, StageDispatcher):
+            self.event_dispatcher.beside = channel
         channel.start_ahead = self.pool.start_ahead
         self.pool.hand_over = channel.hand_over
+        self.pool.tell_after = self.tell_after
+        hub.call_repeatedly(LOOK_AGAIN, channel.look_again)
         self.pool.limited = lambda name: self.task_buckets[name] is not None
 
     def call_soon_ack(self, p: Any, *args: Any, **kwargs: Any) -> Any:
@@ -46,11 +55,39 @@ class StageConsumer(Consumer):
             self._news_due = now + PACE
             self.hub.call_later(PACE, self.send_news)
 
+    def tell_after(self, work: Callable[[], object]) -> None:
+        """Do ``work``, and send what it makes known at once."""
+        due, self._news_due = self._news_due, float("inf")
+        try:
+            work()
+        finally:
+            self._news_due = due
+        self.send_news()
+
     def send_news(self) -> None:
         """Send what the broker and those who watch have still to be told."""
-        if self.task_consumer is not None and self.connection is not None:
-            self.task_consumer.channel.flush()
+        if self.task_consumer is None or self.connection is None:
+            self._flush_events()
+            return
+        channel = self.task_consumer.channel
+        channel.note_done()  # goes along with the events, if there are any
         self._flush_events()
+        channel.flush()
+
+    def on_unknown_message(self, body: Any, message: Any) -> None:
+        """Set aside what is no task's message; then as Celery, which logs and drops it."""
+        self.task_consumer.channel.set_aside(message)
+        super().on_unknown_message(body, message)
+
+    def on_decode_error(self, message: Any, exc: Exception) -> None:
+        """As :meth:`on_unknown_message`."""
+        self.task_consumer.channel.set_aside(message)
+        super().on_decode_error(message, exc)
+
+    def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
+        """As :meth:`on_unknown_message`."""
+        self.task_consumer.channel.set_aside(message)
+        super().on_invalid_task(body, message, exc)
 
     def shutdown(self) -> None:
         """Send the last events; then as Celery."""

@@ -12,8 +12,11 @@ from omniq_workers.transport import Channel
 class StageDispatcher(EventDispatcher):
     """Publishes by :meth:`omniq_workers.transport.Channel.tell` where the channel has it."""
 
+    #: The worker's channel of tasks: events go along with what that one has to send.
+    beside: Channel | None = None
+
     def _publish(self, event: Any, producer: Any, routing_key: str, **options: Any) -> None:
-        channel = None if producer is None else producer.channel
+        channel = self.beside or (None if producer is None else producer.channel)
         if not isinstance(channel, Channel):
             super()._publish(event, producer, routing_key, **options)
             return

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import uvloop
+
 T = TypeVar("T")
 PULSE = 0.25
 POLL = 0.1
@@ -22,7 +24,7 @@ class EngineLoop:
     """Starts with :meth:`start`; every other method may be called from any thread."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
+        self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._main, name="engine-loop", daemon=True)
         self._last_pulse = time.monotonic()
 

@@ -42,8 +42,9 @@ logger = get_logger(__name__)
 RETURN_SECONDS = 0.7
 #: In place of an outcome: the tracer has still to run, and waits for nothing, or may wait.
 _TRACE_HERE, _TRACE_ASIDE = object(), object()
-#: Celery hears of a task that started ahead of it so many seconds later, or when it has ended.
-HAND_OVER_SECONDS = 0.002
+#: Celery hears of a task that started ahead of it, and of one that ended with nothing left to send,
+#: so many seconds later: with others, in one turn of the hub's loop.
+LATER = 0.02
 
 
 class CannotStart(Exception):
@@ -52,6 +53,10 @@ class CannotStart(Exception):
 
 class Service(Protocol):
     """What lives on the pool's loop beside the tasks: the engine and what surrounds it."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """Most tasks at once."""
 
     async def start(self) -> None:
         """Called before the first task.
@@ -89,8 +94,17 @@ class EnginePool(BasePool):
         #: Tasks that run already, by id, and that Celery has still to hear of.
         self._ahead: dict[str, Flight] = {}
         self._ahead_until = 0.0
+        #: A call of :meth:`_wake` is due; used on the engine's thread only.
+        self._waking = False
         #: Gives Celery the messages it has still to hear of; on the hub's thread.
         self.hand_over: Callable[[], object] = _nothing
+        #: Calls its argument, and sends the acknowledgements and events that came of it.
+        self.tell_after: Callable[[Callable[[], object]], object] = _nothing
+
+    @property
+    def room(self) -> int:
+        """Most tasks in flight."""
+        return self._service.max_in_flight if self._service is not None else 1
 
     # -- life cycle --------------------------------------------------------------------------
 
@@ -230,15 +244,15 @@ class EnginePool(BasePool):
         self.loop.call(self._spawn, flight)
         now = time.monotonic()
         if now >= self._ahead_until:
-            self._ahead_until = now + HAND_OVER_SECONDS
-            self.hub.call_later(HAND_OVER_SECONDS, self._hand_over)
+            self._ahead_until = now + LATER
+            self.hub.call_later(LATER, self._catch_up)
         return True
 
     def _hand_over(self) -> None:
         self.hand_over()
-        # Refused by Celery meanwhile, such as a task that was revoked.
+        # Celery has dropped those: they were revoked before it heard of them.
         for flight in self._ahead.values():
-            flight.stop(Stop.RETURN)
+            flight.stop(Stop.REVOKED)
         self._ahead.clear()
 
     def limited(self, name: str) -> bool:
@@ -300,7 +314,21 @@ class EnginePool(BasePool):
 
     def _ended(self, flight: Flight, future: Any) -> None:
         flight.end(future)
-        self._settle_soon(flight, _TRACE_HERE if flight.light else _TRACE_ASIDE)
+        if not flight.light:
+            self._settle_soon(flight, _TRACE_ASIDE)
+        elif 2 * len(self.flights) > self.room:  # others wait for its place
+            self._settle_soon(flight, _TRACE_HERE)
+        else:
+            self._settled.put((flight, _TRACE_HERE))
+            # Else the hub is about to look by itself.
+            if not self._waking and time.monotonic() >= self._ahead_until:
+                self._waking = True
+                self.loop.loop.call_later(LATER, self._wake)
+
+    def _wake(self) -> None:
+        self._waking = False
+        if self.hub is not None:
+            self.hub.call_soon(self._catch_up)
 
     # -- finishing (finisher thread, or the hub's) ---------------------------------------------
 
@@ -353,6 +381,11 @@ class EnginePool(BasePool):
                 return
             self._settle(*settled)
 
+    def _catch_up(self) -> None:
+        """Tell Celery, and those who watch, what has gone on since the last time."""
+        self._ahead_until = 0.0  # from here on :meth:`_ended` has to say so
+        self.tell_after(self._settle_all)
+
     def _settle(self, flight: Flight, outcome: Any) -> None:
         if outcome is _TRACE_ASIDE:
             self._finisher.submit(self._finish, flight)
@@ -394,8 +427,8 @@ def _einfo(exc: Exception) -> ExceptionInfo:
         return ExceptionInfo()
 
 
-def _nothing() -> None:
-    """Wake-up call."""
+def _nothing(*_: object) -> None:
+    """Wake-up call, and what is done before there is a consumer."""
 
 
 def _told_to_stop() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Coroutine
 from importlib import import_module
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 READY_EVENT = "stage-ready"
+GC_THRESHOLDS = (10_000, 20, 20)
 
 
 class StageService:
@@ -143,6 +145,7 @@ class StageService:
         self.app.stage_runner = runner
         self._background("cancel listener", listen(runner.cancel_job, runner.look_for_cancelled))
         self._background("garbage collection", self._collect_garbage(self._router))
+        _calm_collector()
         await self._ready(time.monotonic() - began)
 
     async def _load(self) -> Engine:
@@ -258,3 +261,12 @@ class StageService:
         if self._store is not None:
             await self._store.close()
         await asyncio.get_running_loop().shutdown_default_executor()
+
+
+def _calm_collector() -> None:
+    """Keep the garbage collector from looking through what is there by now, over and over: engine
+    and libraries stay, and every thread stands still meanwhile.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)

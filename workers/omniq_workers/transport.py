@@ -1,10 +1,14 @@
 """kombu's Redis transport with fewer round trips: what it puts into Redis is the same.
 
 kombu waits for two transactions a message, one to note that it was received and one to note that
-it is done with, each on a client made for it. Here such notes go over one connection; that a
-message was received is written at once, that it is done with goes along with the next note or a
-moment later. Their answers are read when the next ones are sent. When many messages wait they are
-taken several at a time, and work on a stage's begins before Celery has heard of it.
+it is done with, each on a client made for it, and a worker that dies before the first loses the
+message. Here a script takes messages and notes them in one step (:mod:`omniq_workers.take`),
+several at a time when many wait, and work on a stage's begins before Celery has heard of it. That
+they are done with goes over one connection whose answers are read when the next notes are sent.
+Where the server does not allow this, messages are taken and noted as kombu does.
+
+What is no message at all, or none that Celery can take, is set aside in a list of its own: it
+neither stops the worker nor comes again.
 
 Everything here runs on the hub's thread.
 """
@@ -13,8 +17,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 import hiredis
@@ -24,9 +29,9 @@ from kombu import Connection
 from kombu.transport import redis as kombu_redis
 from kombu.transport import virtual
 from kombu.utils import json as kombu_json
-from redis.exceptions import ResponseError
 
 from omniq_workers.notes import Notes
+from omniq_workers.take import CannotTake, Taken, Taker
 
 logger = get_logger(__name__)
 
@@ -35,6 +40,10 @@ MOST = 8
 SHARE = 4
 #: Content types of messages that are worked on ahead; all that the application accepts.
 ACCEPT = frozenset({"application/json"})
+#: A new message's taking is waited for so long; a further turn of the hub would cost more.
+PATIENCE = 0.002
+#: Most of what was set aside that is kept.
+SET_ASIDE = 1000
 #: What kombu's JSON has that JSON has not.
 TYPED = b'"__type__"'
 
@@ -98,6 +107,7 @@ class Channel(kombu_redis.Channel):
 
     QoS = QoS
     Message = Message
+    _brpop_sent_at: float | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         #: Tags that are noted as received, and not yet handed to :class:`QoS`.
@@ -109,7 +119,9 @@ class Channel(kombu_redis.Channel):
         #: Starts to work on a message; False: it has to be delivered first.
         self.start_ahead: Callable[[Message], bool] | None = None
         self._notes: Notes | None = None
-        self._takes_many = True
+        #: None: not looked at yet, or the connection is another one; False: messages are taken as
+        #: kombu does.
+        self._taker: Taker | Literal[False] | None = None
         self._callback_of: dict[str, Any] = {}
         self._keys_of: dict[tuple[str, ...], list[str]] = {}
         super().__init__(*args, **kwargs)
@@ -123,11 +135,12 @@ class Channel(kombu_redis.Channel):
 
     def flush(self) -> None:
         """Send all notes. Raises as :meth:`Notes.flush`."""
-        self._note_done()
+        self.note_done()
         if self._notes is not None:
             self._notes.flush()
 
-    def _note_done(self) -> None:
+    def note_done(self) -> None:
+        """Have it sent with what is sent next which messages are done with."""
         if self.done:
             done, self.done = self.done, []
             self.notes.add("ZREM", self.unacked_index_key, *done)
@@ -150,11 +163,12 @@ class Channel(kombu_redis.Channel):
             notes.close()
         held = {t: m for t, m in self.qos._delivered.items() if t not in self.qos._dirty}
         if held:
-            self._note_received(
-                [kombu_json.dumps(m._raw).encode() for m in held.values()],
-                [m._raw for m in held.values()],
-            )
-            self.noted.difference_update(held)
+            now = time.time()
+            for tag, message in held.items():
+                info = message.delivery_info
+                record = kombu_json.dumps([message._raw, info["exchange"], info["routing_key"]])
+                self.notes.add("ZADD", self.unacked_index_key, now, tag)
+                self.notes.add("HSET", self.unacked_key, tag, record)
         self.settle()
 
     def renew(self, tags: Sequence[str]) -> None:
@@ -192,17 +206,44 @@ class Channel(kombu_redis.Channel):
         if not queues:
             return
         connection = self.client.connection
-        self._in_poll = connection
         self._brpop_sent_at = time.monotonic()
+        taker = self._taker_of(connection)
+        self._in_poll = connection
+        if taker is not None:
+            self._ask(taker, queues)
+            return
         wait = timeout or self.brpop_timeout or 0
-        keys = self._keys(tuple(queues))
-        if self._takes_many:
-            room = self.qos.can_consume_max_estimate() or SHARE * MOST
-            count = max(1, min(MOST, room // SHARE))
-            command: Any = ("BLMPOP", wait, len(keys), *keys, "RIGHT", "COUNT", count)
-        else:
-            command = ("BRPOP", *keys, wait)
-        connection.send_packed_command([hiredis.pack_command(command)], check_health=False)
+        command: Any = ("BRPOP", *self._keys(tuple(queues)), wait)
+        command = hiredis.pack_command(command)
+        connection.send_packed_command([command], check_health=False)
+
+    def _taker_of(self, connection: Any) -> Taker | None:
+        if self._taker is False:
+            return None
+        if self._taker is None or self._taker.socket is not connection._sock:
+            try:
+                self._taker = Taker(connection, f"{self.unacked_key}:none")
+            except CannotTake as exc:
+                logger.warning(
+                    "messages are taken one by one, and one is lost if this worker is killed "
+                    "before it has noted it: the broker refused %s",
+                    exc,
+                )
+                self._taker = False
+                return None
+        return self._taker
+
+    def _ask(self, taker: Taker, queues: Sequence[str]) -> None:
+        room = self.qos.can_consume_max_estimate() or SHARE * MOST
+        own = (self.unacked_key, self.unacked_index_key, self.undecodable_key)
+        taker.ask((*own, *self._keys(tuple(queues))), max(1, min(MOST, room // SHARE)))
+
+    def look_again(self) -> None:
+        """Ask for messages though the server has not told of any; for a timer, and when the queues
+        are others now.
+        """
+        if isinstance(self._taker, Taker) and not self._taker.asked:
+            self._in_poll = None
 
     def _keys(self, queues: tuple[str, ...]) -> list[str]:
         keys = self._keys_of.get(queues)
@@ -213,26 +254,110 @@ class Channel(kombu_redis.Channel):
 
     def _brpop_read(self, **options: Any) -> bool:
         try:
-            answer = self._popped()
+            taken = self._taken() if self._taker else self._popped()
+        except self.connection_errors:
+            self._in_poll = None
+            self.client.connection.disconnect()
+            raise
+        if taken is None:
+            raise Empty
+        if taken.undecodable:
+            logger.error(
+                "%d messages of queue %s cannot be decoded; they lie in list %s",
+                taken.undecodable, taken.queue, self.undecodable_key,
+            )  # fmt: skip
+        queue = taken.queue.rsplit(self.sep, 1)[0]
+        self._queue_cycle.rotate(queue)
+        for item in taken.messages:
+            self._take(item, queue)
+        return True
+
+    def _taken(self) -> Taken | None:
+        taker = self._taker
+        assert isinstance(taker, Taker)
+        taken = taker.settle() if self._closing else taker.read()
+        if taken is None and taker.told and not taker.asked and not self._closing:
+            self._ask(taker, self._queue_cycle.consume(len(self.active_queues)))
+            taken = taker.read(PATIENCE)
+        if taker.told and not taker.asked:
+            self._in_poll = None
+        # Until the server tells of something no answer is due.
+        self._brpop_sent_at = time.monotonic() if taker.asked else None
+        return taken
+
+    def _popped(self) -> Taken | None:
+        """kombu's way: note a message that has left its queue already."""
+        try:
+            answer = self.client.connection.read_response()
         finally:
             self._in_poll = None
             # kombu: the connection is idle now, and may log in anew.
             self._flush_brpop_reauth()
         if not answer:
-            raise Empty
-        key, items = answer
-        queue = key.decode().rsplit(self.sep, 1)[0]
-        self._queue_cycle.rotate(queue)
-        messages = [_loads(item) for item in (items if isinstance(items, list) else [items])]
-        self._note_received(items if isinstance(items, list) else [items], messages)
-        for raw in messages:
-            if self.start_ahead is not None:
-                message = self.Message(raw, channel=self, accept=ACCEPT)
-                if self.start_ahead(message):
-                    self.ahead.append((message, queue))
-                    continue
-            self.connection._deliver(raw, queue)
-        return True
+            return None
+        queue, item = answer[0].decode(), answer[1]
+        try:
+            message = _loads(item)
+            properties = message["properties"]
+            info = properties["delivery_info"]
+            record = kombu_json.dumps([message, info["exchange"], info["routing_key"]])
+            tag = str(properties["delivery_tag"])
+        except (ValueError, LookupError, TypeError):
+            self._set_aside(item)
+            self.flush()
+            return Taken(queue, [], 1)
+        self.notes.add("ZADD", self.unacked_index_key, time.time(), tag)
+        self.notes.add("HSET", self.unacked_key, tag, record)
+        self.flush()
+        return Taken(queue, [item], 0)
+
+    def _take(self, item: bytes, queue: str) -> None:
+        """Deliver a message that is noted as received, or start on it before."""
+        raw = _loads(item)
+        tag = raw["properties"]["delivery_tag"]
+
+        def deliver() -> None:
+            message = self.Message(raw, channel=self, accept=ACCEPT)
+            self.noted.add(tag)
+            if self.start_ahead is not None and self.start_ahead(message):
+                self.ahead.append((message, queue))
+            else:
+                self.connection._deliver(raw, queue)
+
+        self._guarded(deliver, raw, queue)
+
+    def _guarded(self, deliver: Callable[[], object], raw: dict[str, Any], queue: str) -> None:
+        """Deliver a message; set it aside if it is not what those expect who get it."""
+        try:
+            deliver()
+        except (*self.connection_errors, *self.connection.channel_errors):
+            raise
+        except Exception:  # whatever is wrong with this one, the next one may be right
+            logger.exception(
+                "a message of queue %s cannot be taken; it lies in list %s",
+                queue, self.undecodable_key,
+            )  # fmt: skip
+            tag = raw["properties"]["delivery_tag"]
+            self._set_aside(kombu_json.dumps(raw).encode())
+            self.noted.discard(tag)
+            if tag in self.qos._delivered:
+                self.qos.ack(tag)
+            else:
+                self.done.append(tag)
+            self.flush()
+
+    @property
+    def undecodable_key(self) -> str:
+        """List of what came by a queue and is no message."""
+        return f"{self.unacked_key.removesuffix('unacked')}undecodable"
+
+    def set_aside(self, message: Any) -> None:
+        """Keep a message that Celery cannot take apart from its queue."""
+        self._set_aside(kombu_json.dumps(message._raw).encode())
+
+    def _set_aside(self, item: bytes) -> None:
+        self.notes.add("LPUSH", self.undecodable_key, item)
+        self.notes.add("LTRIM", self.undecodable_key, 0, SET_ASIDE - 1)
 
     def hand_over(self) -> None:
         """Deliver the messages that are being worked on already."""
@@ -240,50 +365,31 @@ class Channel(kombu_redis.Channel):
         for message, queue in ahead:
             if queue in self.connection._callbacks:
                 self.qos.append(message, message.delivery_tag)
-                self._callback_of[queue](message)
+                deliver = partial(self._callback_of[queue], message)
             else:  # not consumed from any more: it goes back
-                self.connection._deliver(message._raw, queue)
+                deliver = partial(self.connection._deliver, message._raw, queue)
+            self._guarded(deliver, message._raw, queue)
+
+    def _receive(self) -> Any:
+        # What Celery is asked about tasks, or told to do with them, is of all that run here.
+        for channel in self.connection.channels:
+            if isinstance(channel, Channel):
+                channel.hand_over()
+        return super()._receive()
 
     def basic_consume(
         self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, *args: Any, **kwargs: Any
     ) -> Any:
         """Consume from a queue."""
         self._callback_of[queue] = callback
+        self.look_again()
         return super().basic_consume(queue, no_ack, callback, consumer_tag, *args, **kwargs)
 
     def basic_cancel(self, consumer_tag: str) -> None:
         """Consume no more; what has been started is delivered before."""
         self.hand_over()
         super().basic_cancel(consumer_tag)
-
-    def _popped(self) -> Any:
-        connection = self.client.connection
-        try:
-            return connection.read_response()
-        except self.connection_errors:
-            connection.disconnect()
-            raise
-        except ResponseError as exc:
-            if not (self._takes_many and "unknown command" in str(exc)):
-                raise
-            logger.info("the broker has no BLMPOP: messages are taken one by one")
-            self._takes_many = False
-            return None
-
-    def _note_received(self, items: list[bytes], messages: list[dict[str, Any]]) -> None:
-        now = time.time()
-        scores: list[Any] = []
-        records: list[Any] = []
-        for item, message in zip(items, messages, strict=True):
-            properties = message["properties"]
-            tag, info = properties["delivery_tag"], properties["delivery_info"]
-            where = orjson.dumps([info["exchange"], info["routing_key"]])
-            scores += (now, tag)
-            records += (tag, b"[" + item + b"," + where[1:])
-            self.noted.add(tag)
-        self.notes.add("ZADD", self.unacked_index_key, *scores)
-        self.notes.add("HSET", self.unacked_key, *records)
-        self.flush()
+        self.look_again()
 
     def close(self) -> None:
         """Note what is still to be noted; then as kombu."""
@@ -299,6 +405,8 @@ class Channel(kombu_redis.Channel):
         notes, self._notes = self._notes, None
         if notes is not None:
             notes.close()
+        if self._taker is not False:
+            self._taker = None
         super()._disconnect_pools()
 
 

@@ -23,10 +23,24 @@ local function now()
   return NOW
 end
 
-local function get(field) return redis.call('HGET', JOB, field) end
-local function set(...) redis.call('HSET', JOB, ...) end
-local function sget(stage, field) return redis.call('HGET', JOB, stage .. '|' .. field) end
-local function sset(stage, field, value) redis.call('HSET', JOB, stage .. '|' .. field, value) end
+-- What has been read or written of the job hash, false where there is no such field: a command costs
+-- more than all else that a script does.
+local FIELDS = {}
+local function fetch(...)
+  local names = {...}
+  for i, value in ipairs(redis.call('HMGET', JOB, ...)) do FIELDS[names[i]] = value end
+end
+local function get(field)
+  if FIELDS[field] == nil then FIELDS[field] = redis.call('HGET', JOB, field) end
+  return FIELDS[field]
+end
+local function set(...)
+  redis.call('HSET', JOB, ...)
+  local pairs_ = {...}
+  for i = 1, #pairs_, 2 do FIELDS[pairs_[i]] = tostring(pairs_[i + 1]) end
+end
+local function sget(stage, field) return get(stage .. '|' .. field) end
+local function sset(stage, field, value) set(stage .. '|' .. field, value) end
 
 local function event(kind, stage, data)
   redis.call('XADD', EVENTS, 'MAXLEN', '~', MAX_EVENTS, '*',
@@ -36,7 +50,14 @@ end
 -- What never changes: the stages in order, and for each those before it.
 local ORDER, UP
 local function stages()
-  ORDER = ORDER or cjson.decode(get('order'))
+  if not ORDER then
+    ORDER = cjson.decode(get('order'))
+    local states = {}
+    for i, s in ipairs(ORDER) do
+      if FIELDS[s .. '|state'] == nil then states[#states + 1] = s .. '|state' end
+    end
+    if #states > 0 then fetch(unpack(states)) end
+  end
   return ORDER
 end
 local function before(stage)
@@ -107,6 +128,7 @@ local function handed(stage)
   local found = {}
   for _, up in ipairs(before(stage)) do
     local made
+    if FIELDS[up .. '|outputs'] == nil then fetch(up .. '|state', up .. '|outputs') end
     local state = sget(up, 'state')
     if state == 'succeeded' then
       made = sget(up, 'outputs') or '{}'
@@ -157,4 +179,6 @@ local function finalise(state, err)
   end
   redis.call('PEXPIRE', JOB, RETENTION)
   redis.call('PEXPIRE', EVENTS, RETENTION)
+  redis.call('SET', JOB .. ':end', state)  -- who waits for it is told
+  redis.call('DEL', JOB .. ':end')
 end

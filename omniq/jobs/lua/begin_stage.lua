@@ -2,6 +2,8 @@
 -- ARGV: stage, worker, redelivered (0/1), most deliveries.
 -- Verdicts: run | done | wait | duplicate | stop (omniq.jobs.model.Verdict).
 local stage, worker, redelivered, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+fetch('state', 'spec', 'up', 'deadline', stage .. '|state', stage .. '|fence',
+      stage .. '|deliveries', stage .. '|attempts')
 local state = get('state')
 if not state then return {'stop', 0, 0, '', '{}', ''} end
 local st = sget(stage, 'state')
@@ -32,8 +34,9 @@ if deadline and tonumber(now()) > tonumber(deadline) and st ~= 'running' then
     message = 'the job was not served before its deadline', details = {stage = stage}}))
   return {'stop', fence, 0, '', '{}', 'expired'}
 end
-local deliveries = redis.call('HINCRBY', JOB, stage .. '|deliveries', 1)
+local deliveries = tonumber(sget(stage, 'deliveries') or '0') + 1
 if deliveries > most then
+  sset(stage, 'deliveries', deliveries)
   local err = cjson.encode({code = 'delivery_limit', message = 'stage ' .. stage .. ' was delivered '
     .. most .. ' times and every worker that took it went away', details = {stage = stage}})
   sset(stage, 'state', 'failed')
@@ -44,14 +47,16 @@ if deliveries > most then
 end
 
 fence = fence + 1
-local attempt = redis.call('HINCRBY', JOB, stage .. '|attempts', 1)
+local attempt = tonumber(sget(stage, 'attempts') or '0') + 1
 local t = now()
-set(stage .. '|state', 'running', stage .. '|fence', fence, stage .. '|worker', worker,
-    stage .. '|started', t)
-redis.call('HDEL', JOB, stage .. '|step', stage .. '|total', stage .. '|error')
+local record = {stage .. '|state', 'running', stage .. '|fence', fence, stage .. '|worker', worker,
+                stage .. '|started', t, stage .. '|deliveries', deliveries,
+                stage .. '|attempts', attempt}
 if state == 'queued' then
-  set('state', 'running', 'started', t)
+  for _, field in ipairs({'state', 'running', 'started', t}) do record[#record + 1] = field end
   event('job.started')
 end
+set(unpack(record))
+if fence > 1 then redis.call('HDEL', JOB, stage .. '|step', stage .. '|total', stage .. '|error') end
 event('stage.started', stage, cjson.encode({attempt = attempt, worker = worker}))
 return {'run', fence, attempt, spec, '{' .. table.concat(outputs, ',') .. '}', 'running'}

@@ -1,5 +1,6 @@
 -- A run ends without outputs. Returns 1, or 0 if refused.
--- ARGV: stage, fence, how (retry | release | fail | stop), error JSON or '', delay seconds.
+-- ARGV: stage, fence, how (retry | release | fail | stop), error JSON or '', delay seconds, job id.
+-- KEYS[4] = cancel channel.
 local stage, how, err = ARGV[1], ARGV[3], ARGV[4]
 local state = get('state')
 if not state or FINAL[state] or not current(stage, ARGV[2]) then return 0 end
@@ -8,7 +9,14 @@ if err ~= '' then sset(stage, 'error', err) end
 
 if state == 'cancelling' or how == 'stop' then
   sset(stage, 'state', 'cancelled')
-  if not any_stage('running') then finalise('cancelled') end
+  if not any_stage('running') then
+    finalise('cancelled')
+  elseif state ~= 'cancelling' then
+    -- The job cannot succeed any more: those that feed this stage, and what runs beside it, stop.
+    set('state', 'cancelling')
+    event('job.cancelling')
+    redis.call('PUBLISH', KEYS[4], ARGV[6])
+  end
   return 1
 end
 if how == 'release' then

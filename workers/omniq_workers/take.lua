@@ -1,0 +1,48 @@
+-- Take messages off the queues and note them as unacknowledged, in one step: whenever a worker dies
+-- after it, they lie where kombu looks for what the dead have left.
+-- Returns {1 if all queues are empty now or else 0, how many were undecodable, queue, message...}.
+-- KEYS: unacknowledged messages (hash), their tags by time, list for what is no message of kombu's,
+-- the queues as they are served. ARGV: most messages, the time in seconds.
+-- Looking at the queues makes the server tell a connection that has CLIENT TRACKING on of their next
+-- change.
+
+-- Tag of a message, and how kombu notes it; nil if it is none.
+local function read(item)
+  local ok, message = pcall(cjson.decode, item)
+  local properties = ok and type(message) == 'table' and message.properties
+  local info = type(properties) == 'table' and properties.delivery_info
+  if type(info) ~= 'table' then return nil end
+  local tag, exchange, key = properties.delivery_tag, info.exchange, info.routing_key
+  if type(tag) ~= 'string' or type(exchange) ~= 'string' or type(key) ~= 'string' then return nil end
+  return tag, '[' .. item .. ',' .. cjson.encode(exchange) .. ',' .. cjson.encode(key) .. ']'
+end
+
+local pop, look = {'LMPOP', #KEYS - 3}, {'EXISTS'}
+for i = 4, #KEYS do
+  pop[i - 1] = KEYS[i]
+  look[i - 2] = KEYS[i]
+end
+pop[#pop + 1], pop[#pop + 2], pop[#pop + 3] = 'RIGHT', 'COUNT', ARGV[1]
+local popped = redis.call(unpack(pop))
+local taken, tags, records, bad = {0, 0, ''}, {}, {}, 0
+if popped then
+  taken[3] = popped[1]
+  for _, item in ipairs(popped[2]) do
+    local tag, record = read(item)
+    if tag then
+      taken[#taken + 1] = item
+      tags[#tags + 1], tags[#tags + 2] = ARGV[2], tag
+      records[#records + 1], records[#records + 2] = tag, record
+    else
+      redis.call('LPUSH', KEYS[3], item)
+      bad = bad + 1
+    end
+  end
+  if #tags > 0 then
+    redis.call('ZADD', KEYS[2], unpack(tags))
+    redis.call('HSET', KEYS[1], unpack(records))
+  end
+end
+taken[1] = redis.call(unpack(look)) == 0 and 1 or 0
+taken[2] = bad
+return taken
