@@ -147,7 +147,7 @@ def test_a_parameter_of_two_stages_shows_what_both_allow() -> None:
                 ),
                 stage(
                     "b",
-                    defaults={"width": 128, "height": 64},
+                    defaults={"width": 96, "height": 64},
                     limits={
                         "width": {"min": 64, "multiple_of": 24},
                         "num_inference_steps": {"choices": [8, 20, 50]},
