@@ -16,7 +16,7 @@ from omniq.engines.base import Engine, NullEmit, StageInput, StageOutput, StageR
 
 
 def stage(model: Path, stage_id: str, **more: Any) -> OmniStageConfig:
-    """Configuration of one of the stages ``ar``, ``encode``, ``dit``, ``decode`` on the tiny model."""
+    """Configuration of a stage ``ar``, ``encode``, ``dit`` or ``decode`` on the tiny model."""
     common: dict[str, dict[str, Any]] = {
         "ar": {
             "engine_type": "AR",

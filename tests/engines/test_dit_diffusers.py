@@ -255,7 +255,10 @@ async def test_wrong_requests_are_refused(dit: Any) -> None:
         await ask(dit, params(), prompt_embeds=torch.zeros(2, 3, HIDDEN))
     with pytest.raises(InvalidRequest, match="floating point"):
         await ask(dit, params(), prompt_embeds=torch.zeros(3, HIDDEN, dtype=torch.int64))
-    with pytest.raises(InvalidRequest, match="height: must be a multiple of 4 for this model, for example 32 or 36; got 33"):
+    with pytest.raises(
+        InvalidRequest,
+        match="height: must be a multiple of 4 for this model, for example 32 or 36; got 33",
+    ):
         await ask(dit, params(height=33), prompt_embeds=EMBEDS)
     with pytest.raises(InvalidRequest, match="'prompt_embeds': missing"):
         await ask(dit, params())

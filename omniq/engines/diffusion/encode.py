@@ -68,6 +68,9 @@ class Encoder:
         self._looks = "image" in call and "image" in _parameters(self._pipeline.encode_prompt)
         scale = call.get(self._family.cfg_argument)
         self._default_scale = float(scale.default) if scale and scale.default else 0.0
+        # ``encode_prompt`` has another default, which no run of the pipeline ever uses.
+        tokens = call.get("max_sequence_length")
+        self._most_tokens = None if tokens is None else tokens.default
         self._kept: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
         self._config = self._transformer_config()
 
@@ -94,9 +97,10 @@ class Encoder:
                     "stage input 'image': missing; this model's encoder looks at a picture",
                     fields=[{"field": "input.image", "message": "required, but missing"}],
                 )
-            options = {"device": torch.device(self._engine.device)}
-            if params.get("max_sequence_length") is not None:
-                options["max_sequence_length"] = params["max_sequence_length"]
+            options = {
+                "device": torch.device(self._engine.device),
+                "max_sequence_length": params.get("max_sequence_length") or self._most_tokens,
+            }
             started = time.perf_counter()
             condition, hits = self._encode(prompt, images, options)
             negative = self._negative(params)
@@ -128,7 +132,7 @@ class Encoder:
             self._kept.move_to_end(key)
             return kept, 1
         accepted = _parameters(self._pipeline.encode_prompt)
-        known = {n: v for n, v in options.items() if n in accepted}
+        known = {n: v for n, v in options.items() if n in accepted and v is not None}
         made = self._family.encode(self._pipeline, prompt, images, known)
         condition = {name: tensor.cpu() for name, tensor in made.items()}
         for name, tensor in condition.items():
