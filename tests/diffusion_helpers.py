@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from engine_helpers import ask, stage
-from tiny_families import SIDE
+from engine_helpers import ask, stage, until
+from tiny_families import SIDE, WIDTH
+from tiny_models import HIDDEN
 
 from omniq.config import OmniStageConfig
 from omniq.engines import create_engine
 from omniq.engines.base import Engine, NullEmit, StageInput, StageOutput, StageRequest
 
 ALWAYS = {"batching": {"when": "always"}}
+Condition = dict[str, torch.Tensor]
 
 
 def dit_stage(model: Path, **more: Any) -> OmniStageConfig:
@@ -69,6 +73,54 @@ async def send(
 def latents_of(output: StageOutput) -> torch.Tensor:
     """The latents a DiT stage made."""
     return output.tensors["latents"]["latents"]
+
+
+def condition(name: str, tokens: int, seed: int = 0) -> Condition:
+    """Random conditions of a family, positive and negative; pairs need not be equally long where
+    the pipeline allows it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    width = {"z_image": HIDDEN, "sd3": 2 * WIDTH}.get(name, WIDTH)
+    other = tokens if name in ("flux", "sd3", "wan") else tokens + 3
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    made = {
+        "prompt_embeds": rand(tokens, width),
+        "negative_prompt_embeds": rand(other, width),
+    }
+    if name in ("flux", "sd3"):
+        made |= {"pooled_prompt_embeds": rand(width), "negative_pooled_prompt_embeds": rand(width)}
+    return made
+
+
+def params(name: str, **more: Any) -> dict[str, Any]:
+    made = {"height": 32, "width": 32, "num_inference_steps": 4, "seed": 1, "guidance_scale": 1.0}
+    return {**made, **({"num_frames": 5} if name == "wan" else {}), **more}
+
+
+def cfg(name: str, scale: float) -> dict[str, float]:
+    """Classifier-free guidance at ``scale``."""
+    if name == "flux":
+        return {"true_cfg_scale": scale, "guidance_scale": 3.0}
+    return {"guidance_scale": scale}
+
+
+def off(name: str) -> dict[str, float]:
+    return {"guidance_scale": 0.0 if name == "z_image" else 1.0}
+
+
+@contextlib.asynccontextmanager
+async def held(engine: Any) -> AsyncIterator[threading.Event]:
+    """The model thread, idle, waits for the event, so that requests begin together."""
+    await until(lambda: not engine.part.loop._running)
+    go = threading.Event()
+    engine._executor.submit(go.wait)
+    try:
+        yield go
+    finally:
+        go.set()
 
 
 class Staged:

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusion_helpers import ALWAYS, dit_stage, latents_of, loaded_now, picture, send
+from diffusion_helpers import (
+    ALWAYS,
+    Condition,
+    cfg,
+    condition,
+    dit_stage,
+    held,
+    latents_of,
+    loaded_now,
+    off,
+    params,
+    picture,
+    send,
+)
 from engine_helpers import Recorder, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_families import WIDTH, make
-from tiny_models import HIDDEN
+from tiny_families import make
 
 from omniq.errors import ConfigError, EngineError, EngineOutOfMemory, StageTimeout
 
 TOLERANCE = 2e-5
-Condition = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -41,54 +51,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
         return found[name]
 
     return get
-
-
-def condition(name: str, tokens: int, seed: int = 0) -> Condition:
-    """Random conditions of a family, positive and negative; pairs need not be equally long where
-    the pipeline allows it.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    width = {"z_image": HIDDEN, "sd3": 2 * WIDTH}.get(name, WIDTH)
-    other = tokens if name in ("flux", "sd3", "wan") else tokens + 3
-
-    def rand(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    made = {
-        "prompt_embeds": rand(tokens, width),
-        "negative_prompt_embeds": rand(other, width),
-    }
-    if name in ("flux", "sd3"):
-        made |= {"pooled_prompt_embeds": rand(width), "negative_pooled_prompt_embeds": rand(width)}
-    return made
-
-
-def params(name: str, **more: Any) -> dict[str, Any]:
-    made = {"height": 32, "width": 32, "num_inference_steps": 4, "seed": 1, "guidance_scale": 1.0}
-    return {**made, **({"num_frames": 5} if name == "wan" else {}), **more}
-
-
-def cfg(name: str, scale: float) -> dict[str, float]:
-    """Classifier-free guidance at ``scale``."""
-    if name == "flux":
-        return {"true_cfg_scale": scale, "guidance_scale": 3.0}
-    return {"guidance_scale": scale}
-
-
-def off(name: str) -> dict[str, float]:
-    return {"guidance_scale": 0.0 if name == "z_image" else 1.0}
-
-
-@contextlib.asynccontextmanager
-async def held(engine: Any) -> AsyncIterator[threading.Event]:
-    """The model thread, idle, waits for the event, so that requests begin together."""
-    await until(lambda: not engine.part.loop._running)
-    go = threading.Event()
-    engine._executor.submit(go.wait)
-    try:
-        yield go
-    finally:
-        go.set()
 
 
 async def alone_and_together(

@@ -50,8 +50,10 @@ def call_arguments(
             f"must be 1 more than a multiple of {ratio} for this model, for example "
             f"{near_frames}; got {given['num_frames']}"
         )
-    if "sigmas" in given and given.setdefault("num_inference_steps", len(given["sigmas"])) != len(
-        given["sigmas"]
+    if (
+        "sigmas" in given
+        and "sigmas" not in faults
+        and given.setdefault("num_inference_steps", len(given["sigmas"])) != len(given["sigmas"])
     ):
         faults["sigmas"] = (
             f"must have as many entries as num_inference_steps ({given['num_inference_steps']}), "

@@ -70,8 +70,15 @@ class DiTCacheManager:
         Raises:
             ConfigError: diffusers has no such cache for this transformer.
         """
-        if self.config.method == "none":
+        method = self.config.method
+        if method == "none":
             return
+        if method not in self._family.caches:
+            raise ConfigError(
+                f"cache {method!r} does not fit {type(modules[0]).__name__}; "
+                f"allowed: none, {', '.join(self._family.caches)}"
+            )
+        self._family.prepare_cache()
         for module in modules:
             try:
                 self._apply(module)

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-PICTURES = 24
-SIDE = 256
+PICTURES = 48
+#: Positions along each side of the latents that are fitted to.
+POSITIONS = 8
 #: Longest side of a preview in pixels.
 LARGEST = 256
 
@@ -62,7 +63,8 @@ def _samples(vae: Any) -> tuple[torch.Tensor, torch.Tensor]:
     video = "latent_channels" not in config
     generator = torch.Generator("cpu").manual_seed(0)
     coarse = torch.rand(PICTURES, 3, 4, 4, generator=generator) * 2 - 1
-    pictures = torch.nn.functional.interpolate(coarse, (SIDE, SIDE), mode="bicubic").clamp(-1, 1)
+    size = (POSITIONS * _factor(config),) * 2
+    pictures = torch.nn.functional.interpolate(coarse, size, mode="bicubic").clamp(-1, 1)
     rows, colours = [], []
     for picture in pictures.split(1):
         given = picture.to(vae.device, vae.dtype)
@@ -73,6 +75,16 @@ def _samples(vae: Any) -> tuple[torch.Tensor, torch.Tensor]:
         rows.append(flat[0].flatten(1).T)
         colours.append(small[0].flatten(1).T)
     return torch.cat(rows), torch.cat(colours)
+
+
+def _factor(config: Any) -> int:
+    """Pixels along each side of a latent position."""
+    for name in ("scale_factor_spatial", "spatial_compression_ratio"):
+        if isinstance(factor := config.get(name), int):
+            return factor
+    if "temperal_downsample" in config:
+        return int(2 ** len(config.temperal_downsample))
+    return int(2 ** (len(config.block_out_channels) - 1))
 
 
 def _scaled(config: Any, latents: torch.Tensor) -> torch.Tensor:

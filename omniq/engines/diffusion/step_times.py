@@ -11,7 +11,7 @@ NEWEST = 0.3
 GAIN = 0.97
 #: The first forwards of a size compile and allocate; their times are not kept.
 UNTIMED = 1
-#: Sizes that did not pay are tried again after so many forwards: load and clocks change.
+#: Sizes that did not pay or fit are tried again after so many forwards: load changes.
 RETRY_AFTER = 500
 MOST_KEYS = 256
 
@@ -31,6 +31,7 @@ class _Group:
     sizes: dict[int, _Size] = field(default_factory=dict)
     forwards: int = 0
     memory_limit: int | None = None
+    limited_at: int = 0
 
 
 class StepTimes:
@@ -57,8 +58,9 @@ class StepTimes:
         size.seconds = seconds if old is None else old + NEWEST * (seconds - old)
 
     def ran_out(self, key: Hashable, rows: int) -> None:
-        """A forward of ``rows`` ran out of memory: no more than half of it from now on."""
-        self._group(key).memory_limit = max(rows // 2, 1)
+        """A forward of ``rows`` ran out of memory: half of it at most, for a while."""
+        group = self._group(key)
+        group.memory_limit, group.limited_at = max(rows // 2, 1), group.forwards
 
     def seconds(self, key: Hashable, rows: int) -> float | None:
         """Expected seconds of a forward, by the nearest measured size; None if none is."""
@@ -79,8 +81,7 @@ class StepTimes:
         less time a row than the smaller ones; a size that was never measured is tried.
         """
         group = self._group(key)
-        most = self.max_rows if group.memory_limit is None else group.memory_limit
-        most = max(min(self.max_rows, most, available), least)
+        most = max(min(self._room(group), available), least)
         if self._always:
             return most
         allowed, best = least, None
@@ -95,6 +96,14 @@ class StepTimes:
                 break
             allowed, best = rows, per_row
         return allowed
+
+    def _room(self, group: _Group) -> int:
+        """Most rows by memory; what ran out once is tried again later, twice as large each time."""
+        if group.memory_limit is None:
+            return self.max_rows
+        if group.forwards - group.limited_at >= RETRY_AFTER:
+            group.memory_limit, group.limited_at = 2 * group.memory_limit, group.forwards
+        return min(self.max_rows, group.memory_limit)
 
     def _group(self, key: Hashable) -> _Group:
         group = self._groups.pop(key, None) or _Group()

@@ -33,6 +33,8 @@ class Family:
     paired: ClassVar[bool] = False
     #: Regular expressions of the attention modules' full names.
     attention_modules: ClassVar[tuple[str, ...]] = (r"(single_)?transformer_blocks\.\d+\.attn",)
+    #: Cache methods whose hooks fit the transformer's blocks.
+    caches: ClassVar[tuple[str, ...]] = ("first_block", "taylorseer", "magcache")
     #: What the pipeline takes for a missing negative prompt; None: then there is no guidance.
     empty_negative: ClassVar[str | None] = ""
     #: The argument of ``__call__`` that is the scale of classifier-free guidance.
@@ -68,6 +70,9 @@ class Family:
     def null(self, condition: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The all-zero condition beside ``condition``."""
         return {n: torch.zeros_like(t) for n, t in condition.items() if not n.endswith("mask")}
+
+    def prepare_cache(self) -> None:
+        """Tell diffusers' cache hooks about the blocks, where it does not know them right."""
 
     def encode(
         self, pipeline: Any, prompt: str, images: list[Any], options: Mapping[str, Any]

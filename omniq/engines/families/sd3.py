@@ -18,6 +18,8 @@ class StableDiffusion3(Family):
     """
 
     condition = ("prompt_embeds", "pooled_prompt_embeds")
+    # Its last block gives no text, which the other hooks' residuals need.
+    caches = ("taylorseer",)
     form = CallForm(
         latents="hidden_states",
         rows=("hidden_states", "timestep", "encoder_hidden_states", "pooled_projections"),

@@ -31,3 +31,21 @@ class ZImage(Family):
     def null(self, condition: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A single all-zero row: lengths need not agree."""
         return {"prompt_embeds": torch.zeros_like(condition["prompt_embeds"][:1])}
+
+    def prepare_cache(self) -> None:
+        """The blocks call ``x`` what the hooks ask for as ``hidden_states``."""
+        from diffusers.hooks import _helpers as known  # noqa: PLC0415 - slow import
+        from diffusers.models.transformers.transformer_z_image import (  # noqa: PLC0415
+            ZImageTransformerBlock,
+        )
+
+        class Metadata(known.TransformerBlockMetadata):
+            def _get_parameter_from_args_kwargs(
+                self, identifier: str, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                name = "x" if identifier == "hidden_states" else identifier
+                return super()._get_parameter_from_args_kwargs(name, args, kwargs)
+
+        known.TransformerBlockRegistry.register(
+            ZImageTransformerBlock, Metadata(return_hidden_states_index=0)
+        )
