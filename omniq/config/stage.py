@@ -23,9 +23,9 @@ class EngineType(StrEnum):
     """What a stage computes."""
 
     AR = "AR"
-    ENCODE = "encode"
     DIT = "DiT"
     DECODE = "decode"
+    ENCODE = "encode"
 
 
 class Modality(StrEnum):
