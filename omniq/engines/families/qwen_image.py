@@ -46,6 +46,15 @@ class QwenImage(Family):
             given.setdefault("true_cfg_scale", scale)
         return given
 
+    def arguments(self, condition: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """With masks of ones where a condition has none: the pipeline warns without."""
+        masks = {
+            f"{name}_mask": tensor.new_ones(len(tensor), dtype=torch.long)
+            for name, tensor in condition.items()
+            if name.endswith("prompt_embeds")
+        }
+        return super().arguments({**masks, **condition})
+
     def encode_options(self) -> dict[str, Any]:
         """None."""
         return {}
