@@ -19,7 +19,10 @@ if TYPE_CHECKING:
         PipelineConfig,
         load_pipeline,
     )
-    from omniq.engines.dit_diffusers import DiffusersPipelineExecutor
+    from omniq.engines.diffusion.cache import DiTCacheManager
+    from omniq.engines.diffusion.executor import DiffusersPipelineExecutor
+    from omniq.engines.diffusion.runner import OmniDiffusionModelRunner
+    from omniq.engines.diffusion.scheduler import OmniDiffusionScheduler
     from omniq.errors import JobFailed, OmniqError
     from omniq.outputs import MultimodalOutputProcessor
     from omniq.request_output import OmniRequestOutput
@@ -28,11 +31,14 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncOmniLLM",
     "DiTCacheConfig",
+    "DiTCacheManager",
     "DiTConfig",
     "DiffusersPipelineExecutor",
     "JobFailed",
     "LocalSystem",
     "MultimodalOutputProcessor",
+    "OmniDiffusionModelRunner",
+    "OmniDiffusionScheduler",
     "OmniLLM",
     "OmniRequestOutput",
     "OmniStageConfig",
@@ -45,11 +51,14 @@ __all__ = [
 _HOMES = {
     "AsyncOmniLLM": "omniq.client",
     "DiTCacheConfig": "omniq.config",
+    "DiTCacheManager": "omniq.engines.diffusion.cache",
     "DiTConfig": "omniq.config",
-    "DiffusersPipelineExecutor": "omniq.engines.dit_diffusers",
+    "DiffusersPipelineExecutor": "omniq.engines.diffusion.executor",
     "JobFailed": "omniq.errors",
     "LocalSystem": "omniq.runtime.local",
     "MultimodalOutputProcessor": "omniq.outputs",
+    "OmniDiffusionModelRunner": "omniq.engines.diffusion.runner",
+    "OmniDiffusionScheduler": "omniq.engines.diffusion.scheduler",
     "OmniLLM": "omniq.client",
     "OmniRequestOutput": "omniq.request_output",
     "OmniStageConfig": "omniq.config",

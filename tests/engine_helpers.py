@@ -16,7 +16,7 @@ from omniq.engines.base import Engine, NullEmit, StageInput, StageOutput, StageR
 
 
 def stage(model: Path, stage_id: str, **more: Any) -> OmniStageConfig:
-    """Configuration of one of the three stages ``ar``, ``dit``, ``decode`` on the tiny model."""
+    """Configuration of a stage ``ar``, ``encode``, ``dit`` or ``decode`` on the tiny model."""
     common: dict[str, dict[str, Any]] = {
         "ar": {
             "engine_type": "AR",
@@ -28,7 +28,8 @@ def stage(model: Path, stage_id: str, **more: Any) -> OmniStageConfig:
             "defaults": {"height": 32, "width": 32, "num_inference_steps": 4},
             "dit": {"null_condition": "zeros"},
         },
-        "decode": {"engine_type": "decode", "subfolder": "vae"},
+        "encode": {"engine_type": "encode"},
+        "decode": {"engine_type": "decode"},
     }
     settings = {"stage_id": stage_id, "model": str(model), "dtype": "float32", "max_in_flight": 8}
     return OmniStageConfig.model_validate({**settings, **common[stage_id], **more})

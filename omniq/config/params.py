@@ -35,13 +35,44 @@ class ARParams(StageParams):
     seed: Seed | None = Field(None, description="Same seed, same output.")
 
 
+class EncodeParams(StageParams):
+    """Parameters of a stage that encodes prompts for a DiT (diffusers argument names)."""
+
+    negative_prompt: str | None = Field(None, max_length=8_000)
+    guidance_scale: float | None = Field(None, ge=0.0, le=100.0, allow_inf_nan=False)
+    true_cfg_scale: float | None = Field(None, ge=0.0, le=100.0, allow_inf_nan=False)
+    max_sequence_length: int | None = Field(None, ge=1, le=8_192, description="Tokens.")
+
+
 class DiTParams(StageParams):
-    """Parameters of a denoising stage (diffusers pipeline argument names)."""
+    """Parameters of a denoising stage (diffusers pipeline argument names).
+
+    What the stage's pipeline does not take is refused by its engine.
+    """
 
     height: int | None = Field(None, ge=1, le=16_384, description="Pixels.")
     width: int | None = Field(None, ge=1, le=16_384, description="Pixels.")
+    num_frames: int | None = Field(None, ge=1, le=4_096, description="Frames of a video.")
     num_inference_steps: int | None = Field(None, ge=1, le=1_000)
+    sigmas: list[Annotated[float, Field(gt=0.0, le=1_000.0)]] | None = Field(
+        None, min_length=1, max_length=1_000, description="Noise levels instead of the default."
+    )
     guidance_scale: float | None = Field(None, ge=0.0, le=100.0, allow_inf_nan=False)
+    true_cfg_scale: float | None = Field(
+        None, ge=0.0, le=100.0, allow_inf_nan=False,
+        description="Classifier-free guidance of a guidance-distilled model.",
+    )  # fmt: skip
+    strength: float | None = Field(
+        None, gt=0.0, le=1.0, description="How much of an input picture is made anew."
+    )
+    num_images_per_prompt: int | None = Field(
+        None, ge=1, le=64, description="Image i uses seed + i."
+    )
+    scheduler: str | None = Field(None, description="euler, heun, unipc or dpmpp.")
+    lora: dict[str, Annotated[float, Field(ge=-10.0, le=10.0)]] | None = Field(
+        None, max_length=8, description="Weights of LoRAs that the stage has, by name."
+    )
+    use_cache: bool | None = Field(None, description="False computes every step in full.")
     seed: Seed | None = Field(None, description="Same seed, same initial noise.")
 
 
@@ -51,6 +82,7 @@ class DecodeParams(StageParams):
 
 PARAMS: dict[str, type[StageParams]] = {
     "AR": ARParams,
+    "encode": EncodeParams,
     "DiT": DiTParams,
     "decode": DecodeParams,
 }

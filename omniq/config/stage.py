@@ -26,6 +26,7 @@ class EngineType(StrEnum):
     AR = "AR"
     DIT = "DiT"
     DECODE = "decode"
+    ENCODE = "encode"
 
 
 class Modality(StrEnum):
@@ -76,10 +77,57 @@ class RetryPolicy(ConfigModel):
 
 
 class DiTCacheConfig(ConfigModel):
-    """Cache acceleration of a DiT (diffusers' cache hooks); off by default."""
+    """Cache acceleration of a DiT (diffusers' cache hooks); off by default.
 
-    method: Literal["none", "first_block"] = "none"
-    threshold: float = Field(0.08, gt=0, description="FirstBlockCache residual threshold.")
+    A ``preset`` sets what is not given: ``balanced`` is first_block at 0.1, ``fast`` at 0.2.
+    """
+
+    preset: Literal["balanced", "fast"] | None = None
+    method: Literal["none", "first_block", "taylorseer", "magcache"] = "none"
+    threshold: float = Field(
+        0.08, gt=0, description="first_block: residual change; magcache: accumulated error."
+    )
+    interval: int = Field(4, ge=2, description="taylorseer: steps from one computed to the next.")
+    warmup_steps: int = Field(3, ge=2, description="taylorseer: first steps, all computed.")
+    order: int = Field(1, ge=0, le=4, description="taylorseer: order of the expansion.")
+    mag_ratios: list[float] = Field(
+        default_factory=list, description="magcache: the model's calibrated ratios."
+    )
+    num_inference_steps: int = Field(
+        28, ge=1, description="magcache: steps of the requests that use it; others compute all."
+    )
+    max_bytes: int = Field(2 << 30, ge=1, description="State of all requests; then eviction.")
+    max_requests: int = Field(64, ge=1, description="Requests with state; then eviction.")
+    eviction: Literal["lru", "fifo"] = "lru"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("preset") is None:
+            return given
+        presets = {"balanced": 0.1, "fast": 0.2}
+        threshold = presets.get(given["preset"])
+        return {"method": "first_block", "threshold": threshold, **given} if threshold else given
+
+    @model_validator(mode="after")
+    def _calibrated(self) -> DiTCacheConfig:
+        if self.method == "magcache" and not self.mag_ratios:
+            raise ValueError("method 'magcache' needs the model's mag_ratios")
+        return self
+
+
+class DiTBatchingConfig(ConfigModel):
+    """Step-level continuous batching of a DiT stage."""
+
+    max_rows: int = Field(
+        8, ge=1, description="Most samples in one forward; guidance takes two each."
+    )
+    when: Literal["pays", "always"] = Field(
+        "pays", description="'pays' batches as far as measured times say it saves any."
+    )
+    scheduler: str = Field(
+        "fair", description="'fair', or an entry point in the group omniq.dit_schedulers."
+    )
 
 
 class DiTConfig(ConfigModel):
@@ -88,9 +136,16 @@ class DiTConfig(ConfigModel):
     null_condition: Literal["none", "zeros"] = Field(
         "none",
         description="Negative prompt embeds for classifier-free guidance when no stage sends any: "
-        "'zeros' is a single all-zero row, as tiny-omni was trained.",
+        "'zeros' are all-zero embeds, as tiny-omni was trained.",
     )
+    batching: DiTBatchingConfig = DiTBatchingConfig()
     cache: DiTCacheConfig = DiTCacheConfig()
+    loras: dict[str, str] = Field(
+        default_factory=dict, description="LoRA files or folders that requests may name."
+    )
+    preview_every: int = Field(
+        0, ge=0, description="Steps between previews; 0: none. Needs the model's VAE at start."
+    )
 
 
 class OmniStageConfig(ConfigModel):

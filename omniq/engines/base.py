@@ -31,11 +31,13 @@ class StageRequest:
     """What one run of a stage is asked to do.
 
     ``params`` are the stage's complete, validated parameters (:mod:`omniq.config.params`).
+    ``deadline`` is in seconds on the monotonic clock; nobody wants the result after it.
     """
 
     request_id: str
     params: Mapping[str, Any]
     priority: int = 5
+    deadline: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

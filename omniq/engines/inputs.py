@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NoReturn
 
 import torch
 
@@ -39,6 +40,15 @@ def tensor_input(inputs: Mapping[str, StageInput], name: str) -> torch.Tensor:
     if not tensor.is_floating_point():
         raise _bad(name, f"must be floating point, is {tensor.dtype}")
     return tensor
+
+
+def refuse_input(name: str, message: str) -> NoReturn:
+    """Raise for input ``name``.
+
+    Raises:
+        InvalidRequest: always.
+    """
+    raise _bad(name, message)
 
 
 def _bad(name: str, message: str) -> InvalidRequest:

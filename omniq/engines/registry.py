@@ -56,7 +56,6 @@ class EngineInfo:
 
 
 _TORCH = ("torch", "transformers")
-_DIFFUSERS = ("torch", "diffusers")
 BUILTIN = (
     EngineSpec(
         EngineType.AR,
@@ -66,19 +65,15 @@ BUILTIN = (
         "diffusion",
     ),
     EngineSpec(EngineType.AR, "vllm", "omniq.engines.ar_vllm:VLLMAREngine", ("vllm",), "vllm"),
-    EngineSpec(
-        EngineType.DIT,
-        "diffusers",
-        "omniq.engines.dit_diffusers:DiffusersPipelineExecutor",
-        _DIFFUSERS,
-        "diffusion",
-    ),
-    EngineSpec(
-        EngineType.DECODE,
-        "autoencoder",
-        "omniq.engines.decode_autoencoder:AutoencoderEngine",
-        _DIFFUSERS,
-        "diffusion",
+    *(
+        EngineSpec(
+            part,
+            "diffusers",
+            "omniq.engines.diffusion.executor:DiffusersPipelineExecutor",
+            ("torch", "diffusers", "greenlet"),
+            "diffusion",
+        )
+        for part in (EngineType.ENCODE, EngineType.DIT, EngineType.DECODE)
     ),
 )
 
@@ -135,7 +130,7 @@ def _default_name(engine_type: EngineType, device: str) -> str:
     if engine_type is EngineType.AR:
         vllm = find_spec("vllm") is not None and device.startswith("cuda")
         return "vllm" if vllm else "transformers"
-    return {EngineType.DIT: "diffusers", EngineType.DECODE: "autoencoder"}[engine_type]
+    return "diffusers"
 
 
 def _all_specs() -> list[EngineSpec]:

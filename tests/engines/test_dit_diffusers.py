@@ -48,7 +48,7 @@ def monolith(model: Path) -> Any:
 def calls(dit: Any) -> Iterator[list[int]]:
     """One entry a forward of the transformer."""
     seen: list[int] = []
-    hook = dit._pipeline.transformer.register_forward_pre_hook(lambda *_: seen.append(1))
+    hook = dit.part.pipeline.transformer.register_forward_pre_hook(lambda *_: seen.append(1))
     yield seen
     hook.remove()
 
@@ -118,9 +118,9 @@ def _generate(monolith: Any, prompt: str, n: int) -> torch.Tensor:
 
 
 def test_only_transformer_and_scheduler_are_resident(dit: Any, monolith: Any) -> None:
-    components = dit._pipeline.components
+    components = dit.part.pipeline.components
     assert {k for k, v in components.items() if v is not None} == {"transformer", "scheduler"}
-    assert dit._pipeline.vae_scale_factor == monolith.vae_scale_factor == 2
+    assert dit.part.pipeline.vae_scale_factor == monolith.vae_scale_factor == 2
 
 
 async def test_guidance_and_seed_and_size_matter(dit: Any) -> None:
@@ -152,7 +152,7 @@ async def test_guidance_without_any_negative_is_refused(model: Path) -> None:
 
 
 async def test_seeds_do_not_depend_on_concurrency(dit: Any) -> None:
-    """Eight at once give what each gives alone."""
+    """Eight at once give what each gives alone, but for the rounding of batched kernels."""
 
     async def one(seed: int) -> torch.Tensor:
         out = await ask(dit, params(seed=seed, guidance_scale=2.0), prompt_embeds=EMBEDS + seed)
@@ -160,7 +160,8 @@ async def test_seeds_do_not_depend_on_concurrency(dit: Any) -> None:
 
     alone = [await one(seed) for seed in range(8)]
     together = await asyncio.gather(*[one(seed) for seed in range(8)])
-    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+    for a, b in zip(alone, together, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
 async def test_progress_counts_every_step(dit: Any) -> None:
@@ -204,7 +205,7 @@ def failing(dit: Any) -> Iterator[Any]:
     """Makes the transformer call a function before each forward."""
     hooks: list[Any] = []
     yield lambda fn: hooks.append(
-        dit._pipeline.transformer.register_forward_pre_hook(lambda *_: fn())
+        dit.part.pipeline.transformer.register_forward_pre_hook(lambda *_: fn())
     )
     for hook in hooks:
         hook.remove()
@@ -240,9 +241,9 @@ async def test_broken_device_is_fatal(dit: Any, failing: Any) -> None:
 async def test_nan_latents_are_an_engine_error(model: Path) -> None:
     engine: Any = await loaded(stage(model, "dit"))
     with torch.no_grad():
-        for parameter in engine._pipeline.transformer.layers.parameters():
+        for parameter in engine.part.pipeline.transformer.layers.parameters():
             parameter.fill_(float("nan"))
-    with pytest.raises(EngineError, match="NaN or infinity after 4 steps") as caught:
+    with pytest.raises(EngineError, match="NaN or infinity after 1 steps") as caught:
         await ask(engine, params(), prompt_embeds=EMBEDS)
     assert not caught.value.retryable
 
@@ -254,7 +255,10 @@ async def test_wrong_requests_are_refused(dit: Any) -> None:
         await ask(dit, params(), prompt_embeds=torch.zeros(2, 3, HIDDEN))
     with pytest.raises(InvalidRequest, match="floating point"):
         await ask(dit, params(), prompt_embeds=torch.zeros(3, HIDDEN, dtype=torch.int64))
-    with pytest.raises(InvalidRequest, match="Height must be divisible by 4"):
+    with pytest.raises(
+        InvalidRequest,
+        match="height: must be a multiple of 4 for this model, for example 32 or 36; got 33",
+    ):
         await ask(dit, params(height=33), prompt_embeds=EMBEDS)
     with pytest.raises(InvalidRequest, match="'prompt_embeds': missing"):
         await ask(dit, params())
@@ -263,8 +267,6 @@ async def test_wrong_requests_are_refused(dit: Any) -> None:
 async def test_wrong_configuration_is_named(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model_index\.json: cannot be read"):
         await loaded(stage(tmp_path, "dit"))
-    with pytest.raises(ConfigError, match="no cache 'first_block'"):
-        await loaded(stage(model, "dit", dit={"cache": {"method": "first_block"}}))
     with pytest.raises(ConfigError, match="unknown engine_args 'x'; allowed: none"):
         await loaded(stage(model, "dit", engine_args={"x": 1}))
 
@@ -276,15 +278,15 @@ async def test_auto_dtype_is_that_of_the_weights(monolith: Any, tmp_path: Path) 
     half = DiffusionPipeline.from_pretrained(str(tmp_path), dtype=torch.bfloat16)
     half.save_pretrained(tmp_path)
     engine: Any = await loaded(stage(tmp_path, "dit", dtype="auto"))
-    assert engine._pipeline.transformer.dtype == torch.bfloat16
+    assert engine.part.pipeline.transformer.dtype == torch.bfloat16
     await engine.warmup()
     decoder: Any = await loaded(stage(tmp_path, "decode", dtype="auto"))
-    assert decoder._vae.dtype == torch.bfloat16
+    assert decoder.part.vae.dtype == torch.bfloat16
     await decoder.warmup()
 
 
 async def test_decoder_refuses_what_it_cannot_decode(decode: Any, model: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"must be \[1, 16, h, w\], is \[1, 4, 8, 8\]"):
+    with pytest.raises(InvalidRequest, match=r"must be \[n, 16, h, w\], is \[1, 4, 8, 8\]"):
         await ask(decode, {}, latents=torch.zeros(1, 4, 8, 8))
     with pytest.raises(EngineError, match="NaN or infinity"):
         await ask(decode, {}, latents=torch.full((1, 16, 8, 8), float("nan")))

@@ -25,7 +25,10 @@ def test_auto_takes_vllm_only_on_a_cuda_device(monkeypatch: pytest.MonkeyPatch) 
     assert resolve(EngineType.AR, "auto", "cuda:0").name == "transformers"
 
 
-@pytest.mark.parametrize(("engine_type", "name"), [("DiT", "diffusers"), ("decode", "autoencoder")])
+@pytest.mark.parametrize(
+    ("engine_type", "name"),
+    [("DiT", "diffusers"), ("decode", "diffusers"), ("encode", "diffusers")],
+)
 def test_auto_of_the_other_types(engine_type: str, name: str) -> None:
     assert resolve(EngineType(engine_type), "auto").name == name
 
@@ -47,7 +50,8 @@ def test_engine_whose_package_is_missing_says_how_to_get_it(
 def test_describe_lists_every_builtin_engine() -> None:
     found = {(i.engine_type, i.name): i for i in describe()}
     assert {("AR", "transformers"), ("AR", "vllm"), ("DiT", "diffusers")} <= set(found)
-    assert found["decode", "autoencoder"].available
+    assert found["decode", "diffusers"].available
+    assert found["encode", "diffusers"].available
 
 
 def test_engine_by_import_path() -> None:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from omniq.engines.families.base import Family
+from omniq.engines.families.flux import Flux
+from omniq.engines.families.qwen_image import QwenImage, QwenImageEdit
+from omniq.engines.families.sd3 import StableDiffusion3
+from omniq.engines.families.wan import Wan
 from omniq.engines.families.z_image import ZImage
 
 # By the pipeline class that a model's model_index.json names.
 FAMILIES: dict[str, type[Family]] = {
+    "FluxPipeline": Flux,
+    "FluxImg2ImgPipeline": Flux,
+    "QwenImagePipeline": QwenImage,
+    "QwenImageImg2ImgPipeline": QwenImage,
+    "QwenImageEditPipeline": QwenImageEdit,
+    "StableDiffusion3Pipeline": StableDiffusion3,
+    "StableDiffusion3Img2ImgPipeline": StableDiffusion3,
+    "WanPipeline": Wan,
     "ZImagePipeline": ZImage,
     "ZImageImg2ImgPipeline": ZImage,
 }

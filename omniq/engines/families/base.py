@@ -1,21 +1,44 @@
-"""The family interface and its generic form: embeds as one batched tensor, CFG above 1."""
+"""The family interface and its generic form: embeds as batched tensors, CFG above 1."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
+from omniq.engines.diffusion.batch import CallForm
+
 # Names that diffusers' transformer configs use for the width of the text condition.
-_EMBED_DIMS = ("cap_feat_dim", "joint_attention_dim", "cross_attention_dim", "caption_channels")
+_EMBED_DIMS = (
+    "cap_feat_dim", "joint_attention_dim", "cross_attention_dim", "caption_channels", "text_dim",
+)  # fmt: skip
+NEGATIVE = "negative_"
 
 
 class Family:
-    """How one model family takes its text condition and gives its latents.
+    """How one model family takes its condition, guides, batches and gives its latents.
 
     This class fits pipelines whose ``__call__`` takes ``prompt_embeds`` [1, tokens, dim] and whose
-    ``output_type="latent"`` gives [1, C, h, w]; a family that differs overrides what differs.
+    ``output_type="latent"`` gives [n, C, h, w]; a family that differs overrides what differs.
+    Conditions travel between stages by the pipeline's own argument names, without batch axis:
+    embeds [tokens, dim], pooled embeds [dim], masks [tokens].
     """
+
+    #: Names of condition tensors; each may come with a ``negative_`` twin.
+    condition: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    #: How transformer calls join; None: requests of this family never share a forward.
+    form: ClassVar[CallForm | None] = None
+    #: Whether a guided step is two calls (contexts ``cond``, ``uncond``) on the same latents.
+    paired: ClassVar[bool] = False
+    #: Regular expressions of the attention modules' full names.
+    attention_modules: ClassVar[tuple[str, ...]] = (r"(single_)?transformer_blocks\.\d+\.attn",)
+    #: Cache methods whose hooks fit the transformer's blocks.
+    caches: ClassVar[tuple[str, ...]] = ("first_block", "taylorseer", "magcache")
+    #: What the pipeline takes for a missing negative prompt; None: then there is no guidance.
+    empty_negative: ClassVar[str | None] = ""
+    #: The argument of ``__call__`` that is the scale of classifier-free guidance.
+    cfg_argument: ClassVar[str] = "guidance_scale"
 
     def embed_dim(self, config: Any) -> int | None:
         """Width of the prompt embeds by the transformer's config; None if it does not say."""
@@ -24,17 +47,88 @@ class Family:
                 return value
         return None
 
-    def needs_negative(self, guidance_scale: float) -> bool:
-        """Whether the pipeline evaluates the negative condition at this guidance."""
-        return guidance_scale > 1.0
+    def guidance(self, params: Mapping[str, Any], config: Any) -> dict[str, float]:
+        """Guidance arguments of ``__call__`` for a request's parameters.
 
-    def conditions(self, prompt: torch.Tensor, negative: torch.Tensor | None) -> dict[str, Any]:
-        """Pipeline arguments for embeds [tokens, dim] already in the model's dtype and device."""
-        arguments: dict[str, Any] = {"prompt_embeds": prompt.unsqueeze(0)}
-        if negative is not None:
-            arguments["negative_prompt_embeds"] = negative.unsqueeze(0)
-        return arguments
+        ``config`` is the transformer's. ``true_cfg_scale``, where given, is the scale of
+        classifier-free guidance in every family; ``guidance_scale`` is it in most.
+        """
+        scale = params.get("true_cfg_scale", params.get("guidance_scale"))
+        return {} if scale is None else {self.cfg_argument: float(scale)}
 
-    def latents(self, pipeline: Any, output: torch.Tensor, params: dict[str, Any]) -> torch.Tensor:
-        """Latents [1, C, h, w] from what the pipeline returned for ``output_type="latent"``."""
+    def needs_negative(self, arguments: Mapping[str, Any], default: float) -> bool:
+        """Whether the pipeline evaluates the negative condition.
+
+        ``arguments`` are those of :meth:`guidance`, ``default`` the scale if they name none.
+        """
+        return float(arguments.get(self.cfg_argument, default)) > 1.0
+
+    def arguments(self, condition: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Pipeline arguments for condition tensors, already in dtype and on the device."""
+        return {name: tensor.unsqueeze(0) for name, tensor in condition.items()}
+
+    def null(self, condition: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The all-zero condition beside ``condition``."""
+        return {n: torch.zeros_like(t) for n, t in condition.items() if not n.endswith("mask")}
+
+    def prepare_cache(self) -> None:
+        """Tell diffusers' cache hooks about the blocks, where it does not know them right."""
+
+    def encode(
+        self, pipeline: Any, prompt: str, images: list[Any], options: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """Condition tensors of one prompt by the pipeline's own ``encode_prompt``.
+
+        Args:
+            pipeline: the pipeline with only its encoders.
+            prompt: positive or negative prompt.
+            images: pictures (PIL) that the encoder sees, for families that look at them.
+            options: more arguments of ``encode_prompt`` that the request names.
+        """
+        made = pipeline.encode_prompt(prompt=prompt, **options, **self.encode_options())
+        values = made if isinstance(made, tuple) else (made,)
+        return self.encoded(values)
+
+    def encode_options(self) -> dict[str, Any]:
+        """Further arguments of ``encode_prompt`` that this family needs."""
+        return {"do_classifier_free_guidance": False}
+
+    def encoded(self, values: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+        """What ``encode_prompt`` returned, by name and without batch axis."""
+        return {"prompt_embeds": values[0][0]}
+
+    def mask_text(self, kwargs: dict[str, Any], mask: torch.Tensor) -> None:
+        """Make the transformer ignore padding: ``mask`` bool [rows, tokens], True for tokens."""
+        raise NotImplementedError(f"{type(self).__name__} pads no text")
+
+    def size_multiple(self, pipeline: Any) -> int:
+        """Pixels that height and width must be multiples of."""
+        return int(pipeline.vae_scale_factor) * 2
+
+    def latents(self, pipeline: Any, output: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+        """Latents [n, C, h, w] or [n, C, f, h, w] from what ``output_type="latent"`` gave.
+
+        ``size`` is the picture's (height, width) in pixels.
+        """
         return output
+
+    def to_pipeline(self, pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`latents`, for latents that a request brings."""
+        return latents
+
+    def decode(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        """Pixels in [-1, 1], [n, 3, H, W] or [n, 3, F, H, W], as the pipeline's end makes them."""
+        latents = latents.to(vae.dtype) / vae.config.scaling_factor
+        if vae.config.shift_factor is not None:
+            latents = latents + vae.config.shift_factor
+        sample: torch.Tensor = vae.decode(latents, return_dict=False)[0]
+        return sample
+
+
+def statistics(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Latents [n, C, f, h, w] scaled back by the VAE's mean and standard deviation per channel."""
+    shape = (1, vae.config.z_dim, 1, 1, 1)
+    mean = torch.tensor(vae.config.latents_mean).view(shape).to(latents)
+    # Division by the inverse, as the pipelines do it, to get the same last bits.
+    inverse = 1.0 / torch.tensor(vae.config.latents_std).view(shape).to(latents)
+    return latents / inverse + mean

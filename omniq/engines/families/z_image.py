@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from omniq.engines.diffusion.batch import CallForm
 from omniq.engines.families.base import Family
 
 
 class ZImage(Family):
-    """``ZImagePipeline`` (diffusers ``pipeline_z_image.py``): one [tokens, dim] per picture."""
+    """``ZImagePipeline`` (diffusers ``pipeline_z_image.py``): one [tokens, dim] per picture.
 
-    def needs_negative(self, guidance_scale: float) -> bool:
+    The transformer takes lists and pads and masks by itself; guidance doubles the rows of a call.
+    """
+
+    form = CallForm(latents="x", rows=("t",), lists=("x",), ragged=("cap_feats",))
+    attention_modules = (r"layers\.\d+\.attention",)
+
+    def needs_negative(self, arguments: Mapping[str, Any], default: float) -> bool:
         """CFG runs for any positive scale, ``pos + scale * (pos - neg)``."""
-        return guidance_scale > 0.0
+        return float(arguments.get(self.cfg_argument, default)) > 0.0
 
-    def conditions(self, prompt: torch.Tensor, negative: torch.Tensor | None) -> dict[str, Any]:
+    def arguments(self, condition: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Lists, since prompts of one batch need not have the same length."""
-        return {
-            "prompt_embeds": [prompt],
-            "negative_prompt_embeds": None if negative is None else [negative],
-        }
+        return {"negative_prompt_embeds": None, **{k: [v] for k, v in condition.items()}}
+
+    def null(self, condition: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A single all-zero row: lengths need not agree."""
+        return {"prompt_embeds": torch.zeros_like(condition["prompt_embeds"][:1])}
+
+    def prepare_cache(self) -> None:
+        """The blocks call ``x`` what the hooks ask for as ``hidden_states``."""
+        from diffusers.hooks import _helpers as known  # noqa: PLC0415 - slow import
+        from diffusers.models.transformers.transformer_z_image import (  # noqa: PLC0415
+            ZImageTransformerBlock,
+        )
+
+        class Metadata(known.TransformerBlockMetadata):
+            def _get_parameter_from_args_kwargs(
+                self, identifier: str, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                name = "x" if identifier == "hidden_states" else identifier
+                return super()._get_parameter_from_args_kwargs(name, args, kwargs)
+
+        known.TransformerBlockRegistry.register(
+            ZImageTransformerBlock, Metadata(return_hidden_states_index=0)
+        )

@@ -1,0 +1,1 @@
+"""Denoising with stock diffusers pipelines, many requests in one transformer forward."""

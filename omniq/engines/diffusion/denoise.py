@@ -1,0 +1,338 @@
+"""The DiT part: requests become jobs of the denoising loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from omniq.config import DiTConfig, Modality
+from omniq.engines.base import Cancelled, Emit, StageInput, StageOutput, StageRequest
+from omniq.engines.diffusion.arguments import call_arguments, named_scheduler, refuse
+from omniq.engines.diffusion.cache import DiTCacheManager
+from omniq.engines.diffusion.inputs import black_picture, condition_input, image_input
+from omniq.engines.diffusion.loading import load_pipeline, pipeline_folder, read_index
+from omniq.engines.diffusion.loop import DenoiseJob, DenoiseLoop
+from omniq.engines.diffusion.pipeline_run import PipelineRun, Preview, Progress
+from omniq.engines.diffusion.preview import Previewer
+from omniq.engines.diffusion.runner import Lora, OmniDiffusionModelRunner
+from omniq.engines.diffusion.scheduler import Ticket, create_scheduler
+from omniq.engines.diffusion.session import TRANSFORMERS
+from omniq.engines.diffusion.step_times import StepTimes
+from omniq.engines.families.base import NEGATIVE
+from omniq.engines.inputs import refuse_input, tensor_input
+from omniq.engines.loading import check_engine_args, loading
+from omniq.errors import ConfigError, InvalidRequest
+
+if TYPE_CHECKING:
+    from omniq.engines.base import Engine
+
+WARMUP_TOKENS = 8
+#: What pipelines take (Z-Image) that name no default size.
+FALLBACK_SIZE = 1024
+
+
+class Denoiser:
+    """Denoises with only transformer(s) and scheduler resident; the VAE too if pictures come in.
+
+    Inputs: ``condition`` of an encode stage, or ``prompt_embeds`` [tokens, dim] of any other stage
+    (and the family's further tensors by name, each with an optional ``negative_`` twin); ``image``
+    (uint8 [H, W, 3]) where the stage's input modalities have images; ``latents`` to start from.
+    Output: ``latents`` [n, C, h, w] or [n, C, f, h, w] on the CPU, as the pipeline computes them.
+
+    The pipeline's own ``__call__`` runs for every request; requests in flight share transformer
+    forwards step by step (:mod:`omniq.engines.diffusion.loop`). The initial noise comes from a CPU
+    generator per picture, so that a seed means the same on every device and beside any others.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, stage = engine, engine.stage
+        check_engine_args(stage, ())
+        self._config = stage.dit or DiTConfig()
+        self._index = read_index(pipeline_folder(stage, (*TRANSFORMERS, "scheduler", "vae")))
+        folder = self._index.folder
+        self.family = self._index.family
+        if "transformer" not in self._index.components:
+            names = ", ".join(self._index.components)
+            raise ConfigError(f"{folder} is no pipeline with a transformer: {names}")
+        pictures = Modality.IMAGE in stage.input_modalities
+        resident = {*TRANSFORMERS, "scheduler", *(["vae"] if pictures else [])}
+        self.pipeline = load_pipeline(stage, self._index, resident.__contains__, engine.device)
+        self._tasks = {"text": self.pipeline}
+        if "image" in _accepted(self.pipeline):
+            self._tasks = {"image": self.pipeline}
+        elif pictures:
+            self._tasks["image"] = _image_task(self.pipeline)
+        if "image" in self._tasks and not pictures:
+            raise ConfigError(
+                f"stage {stage.stage_id!r}: {self._index.class_name} works on pictures; "
+                "add image to the stage's input_modalities"
+            )
+        self._signatures = {name: _accepted(task) for name, task in self._tasks.items()}
+        self._embed_dim = self.family.embed_dim(self.pipeline.transformer.config)
+        self._load_loras()
+        models = [m for n in TRANSFORMERS if (m := getattr(self.pipeline, n, None)) is not None]
+        self.cache = DiTCacheManager(self._config.cache, self.family)
+        self.cache.install(models)
+        self._previewer = self._fit_previews()
+        batching = self._config.batching
+        times = StepTimes(batching.max_rows, always=batching.when == "always")
+        self.runner = OmniDiffusionModelRunner(self.family, times, self.cache, self._use_lora)
+        self.loop = DenoiseLoop(
+            engine._executor, create_scheduler(batching.scheduler, times), self.runner, self.cache
+        )
+
+    def example(self) -> tuple[dict[str, Any], dict[str, StageInput]]:
+        """Parameters and inputs to warm up with: one step of the default size."""
+        params = {**self._engine.stage.defaults, "num_inference_steps": 1, "seed": 0}
+        params.pop("sigmas", None)
+        config = self.pipeline.transformer.config
+        embeds = torch.zeros(WARMUP_TOKENS, self._embed_dim or 1)
+        tensors = {"prompt_embeds": embeds}
+        if "pooled_prompt_embeds" in self.family.condition:
+            tensors["pooled_prompt_embeds"] = torch.zeros(config.pooled_projection_dim)
+        tensors |= {NEGATIVE + n: t for n, t in tensors.items()}
+        inputs = {"condition": StageInput(tensors=tensors)}
+        if "text" not in self._tasks:
+            inputs["image"] = black_picture(params.get("height", 64), params.get("width", 64))
+        return params, inputs
+
+    async def run(
+        self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit
+    ) -> StageOutput:
+        """Denoise one request's pictures or video; its pictures are jobs of their own."""
+        jobs = self._jobs(request, inputs, emit)
+        self.loop.submit(jobs)
+        ended = [asyncio.wrap_future(job.outcome) for job in jobs]
+        try:
+            outputs = await asyncio.shield(asyncio.gather(*ended))
+        except BaseException as exc:
+            stopping = exc if isinstance(exc, Exception) else Cancelled()
+            for job in jobs:
+                job.stopping = job.stopping or stopping
+            # A cancelled request must not compute beside the next one.
+            while not all(f.done() for f in ended):
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait(ended)
+            for future in ended:
+                future.exception()  # retrieved: one outcome stands for all
+            raise
+        return _joined(outputs)
+
+    def _jobs(
+        self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit
+    ) -> list[DenoiseJob]:
+        """One job for each picture; wrong requests are refused here."""
+        params = request.params
+        images = image_input(inputs) if "image" in self._tasks else []
+        task = "image" if images or "text" not in self._tasks else "text"
+        if task == "image" and not images:
+            refuse_input("image", f"missing; {self._index.class_name} works on a picture")
+        pipeline, accepted = self._tasks[task], self._signatures[task]
+        arguments = call_arguments(params, pipeline, accepted, self.family)
+        arguments |= self._condition(inputs, arguments, accepted)
+        if images:
+            arguments["image"] = images if len(images) > 1 else images[0]
+        scheduler = named_scheduler(params.get("scheduler"), self.pipeline.scheduler)
+        lora = self._lora(params.get("lora") or {})
+        cached = self._cached(params, arguments)
+        count = int(params.get("num_images_per_prompt") or 1)
+        total = int(
+            arguments.get("num_inference_steps") or _default(accepted, "num_inference_steps")
+        )
+        size = _size(pipeline, arguments, accepted)
+        progress = Progress(emit, count)
+        jobs = []
+        for i in range(count):
+            name = f"{request.request_id}/{i}"
+            ticket = Ticket(name, request.priority, request.deadline, steps_total=total)
+            seed = params.get("seed")
+            run = PipelineRun(
+                family=self.family,
+                pipeline=pipeline,
+                scheduler=scheduler,
+                arguments={**arguments, **self._latents(inputs, i)},
+                accepted=accepted,
+                seed=None if seed is None else (int(seed) + i) % 2**63,
+                size=size,
+                ticket=ticket,
+                progress=progress,
+                preview=self._preview(pipeline, emit, size, i),
+                pairs=not cached,
+            )
+            jobs.append(DenoiseJob(ticket, run, lora, cached))
+        return jobs
+
+    def _cached(self, params: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
+        if not self.cache.enabled or params.get("use_cache") is False:
+            return False
+        steps = arguments.get("num_inference_steps")
+        config = self._config.cache
+        return config.method != "magcache" or steps == config.num_inference_steps
+
+    # -- conditions ---------------------------------------------------------------------------
+
+    def _condition(
+        self,
+        inputs: Mapping[str, StageInput],
+        arguments: Mapping[str, Any],
+        accepted: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        found = condition_input(inputs, self.family, self._embed_dim)
+        positive = {n: t for n, t in found.items() if not n.startswith(NEGATIVE)}
+        negative = {n: t for n, t in found.items() if n.startswith(NEGATIVE)}
+        missing = [
+            n
+            for n in self.family.condition
+            if n not in positive and not n.endswith("mask") and n in accepted
+        ]
+        if missing:
+            refuse_input(missing[0], f"missing; {self._index.class_name} needs it")
+        scale = accepted.get(self.family.cfg_argument)
+        default = float(scale.default) if scale is not None and scale.default else 0.0
+        if not self.family.needs_negative(arguments, default):
+            negative = {}
+        elif not negative:
+            negative = self._null(positive, arguments)
+        dtype = self.pipeline.transformer.dtype
+        given = {
+            n: t.to(self._engine.device, dtype if t.is_floating_point() else t.dtype)
+            for n, t in {**positive, **negative}.items()
+        }
+        return self.family.arguments(given)
+
+    def _null(
+        self, positive: Mapping[str, torch.Tensor], arguments: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """The negative condition of a request that brings none."""
+        if self._config.null_condition == "zeros":
+            return {NEGATIVE + n: t for n, t in self.family.null(positive).items()}
+        if self.family.empty_negative is None and self.family.cfg_argument not in arguments:
+            return {}  # the pipeline guides only with a negative prompt, and none was asked for
+        name = self.family.cfg_argument
+        scale = arguments.get(name, "by default above")
+        raise InvalidRequest(
+            f"{name} {scale} needs negative_prompt_embeds: no stage sends them, "
+            "and the stage's dit.null_condition is 'none'",
+            fields=[
+                {
+                    "field": "parameters.guidance_scale",
+                    "message": "no negative condition is there: guidance must be off",
+                }
+            ],
+        )
+
+    def _latents(self, inputs: Mapping[str, StageInput], i: int) -> dict[str, torch.Tensor]:
+        """Latents to start from, if the request brings any: [n, ...], one for each picture."""
+        if "latents" not in inputs:
+            return {}
+        given = tensor_input(inputs, "latents")
+        if given.ndim not in (4, 5) or len(given) <= i:
+            refuse_input("latents", f"must be [n, C, h, w] for n pictures, is {list(given.shape)}")
+        one = given[i : i + 1].to(self._engine.device)
+        return {"latents": self.family.to_pipeline(self.pipeline, one)}
+
+    # -- LoRA, previews ------------------------------------------------------------------------
+
+    def _load_loras(self) -> None:
+        for name, path in self._config.loras.items():
+            with loading(self._engine.stage, self._index.folder):
+                self.pipeline.load_lora_weights(path, adapter_name=name)
+        if self._config.loras:
+            self.pipeline.disable_lora()
+
+    def _lora(self, given: Mapping[str, float]) -> Lora:
+        if unknown := sorted(set(given) - set(self._config.loras)):
+            allowed = ", ".join(self._config.loras) or "none"
+            refuse({"lora": f"this stage has no LoRA {unknown[0]!r}; allowed: {allowed}"})
+        return tuple(sorted((n, float(w)) for n, w in given.items() if w))
+
+    def _use_lora(self, lora: Lora) -> None:
+        if not lora:
+            self.pipeline.disable_lora()
+            return
+        self.pipeline.enable_lora()
+        self.pipeline.set_adapters([n for n, _ in lora], [w for _, w in lora])
+
+    def _fit_previews(self) -> Previewer | None:
+        if not self._config.preview_every or "vae" not in self._index.components:
+            return None
+        vae = getattr(self.pipeline, "vae", None)
+        if vae is None:  # loaded for the fit only
+            only = load_pipeline(
+                self._engine.stage, self._index, lambda n: n == "vae", self._engine.device
+            )
+            vae = only.vae
+        return Previewer(vae)
+
+    def _preview(self, pipeline: Any, emit: Emit, size: tuple[int, int], i: int) -> Preview | None:
+        """What sends previews of picture ``i``; None if there are none."""
+        if self._previewer is None:
+            return None
+        previewer, every = self._previewer, self._config.preview_every
+
+        def show(step: int, latents: torch.Tensor) -> None:
+            if step % every == 0:
+                plain = self.family.latents(pipeline, latents, size)
+                emit.delta("preview", {"image": i, **previewer.message(plain, step)})
+
+        return show
+
+
+def _accepted(pipeline: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(pipeline.__call__).parameters
+
+
+def _image_task(pipeline: Any) -> Any:
+    """The image-to-image pipeline of the same components.
+
+    Raises:
+        ConfigError: diffusers has none.
+    """
+    from diffusers import AutoPipelineForImage2Image  # noqa: PLC0415 - slow import
+
+    try:
+        made = AutoPipelineForImage2Image.from_pipe(pipeline)
+    except ValueError as exc:
+        raise ConfigError(
+            f"{type(pipeline).__name__} has no image-to-image form; "
+            "remove image from the stage's input_modalities"
+        ) from exc
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def _size(
+    pipeline: Any, arguments: Mapping[str, Any], accepted: Mapping[str, Any]
+) -> tuple[int, int]:
+    """Height and width in pixels of what the pipeline will make."""
+    side = getattr(pipeline, "default_sample_size", None)
+    default = side * pipeline.vae_scale_factor if side else None
+    height, width = (
+        arguments.get(name) or _default(accepted, name) or default or FALLBACK_SIZE
+        for name in ("height", "width")
+    )
+    return int(height), int(width)
+
+
+def _default(accepted: Mapping[str, Any], name: str) -> Any:
+    parameter = accepted.get(name)
+    return None if parameter is None else parameter.default
+
+
+def _joined(outputs: Sequence[StageOutput]) -> StageOutput:
+    """The pictures of one request as one output."""
+    if len(outputs) == 1:
+        return outputs[0]
+    latents = torch.cat([o.tensors["latents"]["latents"] for o in outputs])
+    metrics: dict[str, float | int] = {
+        name: sum(o.metrics[name] for o in outputs) for name in outputs[0].metrics
+    }
+    metrics["denoise_seconds"] = max(o.metrics["denoise_seconds"] for o in outputs)
+    if "cache_hit_ratio" in metrics:
+        metrics["cache_hit_ratio"] /= len(outputs)
+    return StageOutput(tensors={"latents": {"latents": latents}}, metrics=metrics)

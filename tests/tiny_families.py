@@ -1,0 +1,267 @@
+"""Tiny pipelines with random weights of several families, complete with text encoders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import make_tokenizer, make_z_image
+
+WIDTH = 32
+#: Size of pictures in most tests.
+SIDE = 32
+
+
+def make(name: str, folder: Path) -> Path:
+    """Write the tiny model ``name`` to ``folder``."""
+    if name == "z_image":
+        return make_z_image(folder)
+    torch.manual_seed(0)
+    _BUILDERS[name]().save_pretrained(folder)
+    return folder
+
+
+def _autoencoder() -> Any:
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        sample_size=32,
+        in_channels=3,
+        out_channels=3,
+        down_block_types=["DownEncoderBlock2D"] * 2,
+        up_block_types=["UpDecoderBlock2D"] * 2,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        shift_factor=0.06,
+        scaling_factor=1.5,
+    )
+
+
+def _euler(**more: Any) -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(**more)
+
+
+def _clip(tokenizer: Any, *, projection: bool) -> Any:
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        projection_dim=WIDTH,
+        max_position_embeddings=77,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=0,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config).eval()
+
+
+def _t5(tokenizer: Any, width: int = WIDTH, *, umt5: bool = False) -> Any:
+    from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
+
+    config = (UMT5Config if umt5 else T5Config)(
+        vocab_size=len(tokenizer),
+        d_model=width,
+        d_kv=16,
+        d_ff=2 * width,
+        num_layers=2,
+        num_heads=2,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return (UMT5EncoderModel if umt5 else T5EncoderModel)(config).eval()
+
+
+def _short(length: int) -> Any:
+    tokenizer = make_tokenizer()
+    tokenizer.model_max_length = length
+    return tokenizer
+
+
+def _flux() -> Any:
+    from diffusers import FluxPipeline, FluxTransformer2DModel
+
+    clip, t5 = _short(77), _short(512)
+    transformer = FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        pooled_projection_dim=WIDTH,
+        axes_dims_rope=[4, 6, 6],
+        guidance_embeds=True,
+    )
+    return FluxPipeline(
+        scheduler=_euler(use_dynamic_shifting=True),
+        vae=_autoencoder(),
+        text_encoder=_clip(clip, projection=False),
+        tokenizer=clip,
+        text_encoder_2=_t5(t5),
+        tokenizer_2=t5,
+        transformer=transformer,
+    )
+
+
+def _sd3() -> Any:
+    from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    clip, clip_2, t5 = _short(77), _short(77), _short(256)
+    transformer = SD3Transformer2DModel(
+        sample_size=32,
+        patch_size=2,
+        in_channels=4,
+        num_layers=3,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        caption_projection_dim=32,
+        joint_attention_dim=2 * WIDTH,
+        pooled_projection_dim=2 * WIDTH,
+        out_channels=4,
+        pos_embed_max_size=96,
+    )
+    return StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=_euler(shift=3.0),
+        vae=_autoencoder(),
+        text_encoder=_clip(clip, projection=True),
+        tokenizer=clip,
+        text_encoder_2=_clip(clip_2, projection=True),
+        tokenizer_2=clip_2,
+        text_encoder_3=_t5(t5, 2 * WIDTH),
+        tokenizer_3=t5,
+    )
+
+
+def _qwen_parts() -> dict[str, Any]:
+    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]}
+    )
+    ids = {n: tokenizer.convert_tokens_to_ids(f"<|{n}|>") for n in ("vision_start", "image_pad")}
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": WIDTH,
+            "intermediate_size": 2 * WIDTH,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+            "max_position_embeddings": 4096,
+            "pad_token_id": tokenizer.pad_token_id,
+            "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": WIDTH,
+            "intermediate_size": 2 * WIDTH,
+            "num_heads": 2,
+            "out_hidden_size": WIDTH,
+            "fullatt_block_indexes": [1],
+        },
+        image_token_id=ids["image_pad"],
+        vision_start_token_id=ids["vision_start"],
+    )
+    transformer = QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=16,
+        out_channels=4,
+        num_layers=3,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=WIDTH,
+        axes_dims_rope=(4, 6, 6),
+    )
+    vae = AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 2, 4],
+        num_res_blocks=1,
+        temperal_downsample=[False, True],
+        latents_mean=[0.1, -0.2, 0.0, 0.3],
+        latents_std=[1.0, 2.0, 0.5, 1.5],
+    )
+    return {
+        "scheduler": _euler(use_dynamic_shifting=True),
+        "vae": vae,
+        "text_encoder": Qwen2_5_VLForConditionalGeneration(config).eval(),
+        "tokenizer": tokenizer,
+        "transformer": transformer,
+    }
+
+
+def _qwen_image() -> Any:
+    from diffusers import QwenImagePipeline
+
+    return QwenImagePipeline(**_qwen_parts())
+
+
+def _qwen_image_edit() -> Any:
+    from diffusers import QwenImageEditPipeline
+    from tiny_processor import PictureProcessor
+    from transformers import Qwen2VLImageProcessor
+
+    parts = _qwen_parts()
+    processor = PictureProcessor(Qwen2VLImageProcessor(), parts["tokenizer"])
+    return QwenImageEditPipeline(**parts, processor=processor)
+
+
+def _wan() -> Any:
+    from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+
+    tokenizer = _short(512)
+    transformer = WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=24,
+        in_channels=16,
+        out_channels=16,
+        text_dim=WIDTH,
+        freq_dim=32,
+        ffn_dim=64,
+        num_layers=3,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )
+    vae = AutoencoderKLWan(
+        base_dim=4,
+        z_dim=16,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+    )
+    return WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=_t5(tokenizer, umt5=True),
+        vae=vae,
+        transformer=transformer,
+        scheduler=_euler(shift=3.0),
+    )
+
+
+_BUILDERS = {
+    "flux": _flux,
+    "sd3": _sd3,
+    "qwen_image": _qwen_image,
+    "qwen_image_edit": _qwen_image_edit,
+    "wan": _wan,
+}
+NAMES = ("z_image", *_BUILDERS)
