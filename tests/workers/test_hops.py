@@ -362,6 +362,26 @@ async def test_a_message_is_noted_before_a_worker_has_seen_it(
         other.release()
 
 
+def test_a_channel_that_consumes_no_more_takes_nothing_when_it_is_told_of_a_message(
+    channel: Channel, redis_client: redis.Redis
+) -> None:
+    client = channel.connection.client
+    got: list[Any] = []
+    queues = [Queue("q")]
+    with client.Consumer(queues, callbacks=[lambda body, message: got.append(body)]) as consumer:
+        with pytest.raises(TimeoutError):
+            client.drain_events(timeout=0.2)
+        consumer.cancel()
+        with StageConnection(client.as_uri()) as other:
+            other.Producer().publish({}, routing_key="q", declare=[])
+        with pytest.raises(TimeoutError):
+            client.drain_events(timeout=0.5)
+        assert (got, redis_client.llen("q")) == ([], 1)
+        consumer.consume()
+        client.drain_events(timeout=5)
+    assert got == [{}]
+
+
 async def test_a_user_who_may_not_be_told_of_changes_takes_messages_as_kombu_does(
     stages: Any, store: JobStore, redis_client: redis.Redis, broker: Any, unacked: Any
 ) -> None:

@@ -276,8 +276,9 @@ class Channel(kombu_redis.Channel):
         taker = self._taker
         assert isinstance(taker, Taker)
         taken = taker.settle() if self._closing else taker.read()
-        if taken is None and taker.told and not taker.asked and not self._closing:
-            self._ask(taker, self._queue_cycle.consume(len(self.active_queues)))
+        queues = self._queue_cycle.consume(len(self.active_queues))
+        if taken is None and taker.told and not taker.asked and queues and not self._closing:
+            self._ask(taker, queues)
             taken = taker.read(PATIENCE)
         if taker.told and not taker.asked:
             self._in_poll = None
