@@ -23,7 +23,7 @@ def note(*words: object) -> None:
 
 
 class Scripted(Engine):
-    """``sleep=S``, ``quiet=S`` (sleeps and says nothing), ``retry=N`` (fail N times), ``die=N``
+    """``sleep=S``, ``until=NOTE`` (waits for that note), ``retry=N`` (fail N times), ``die=N``
     (exit N times), ``invalid``, ``error``, ``dead=N`` (the engine dies N times), ``tensors`` (sends
     one), ``say=TEXT`` (streams it).
     """
@@ -58,8 +58,9 @@ class Scripted(Engine):
             verb, _, argument = command.partition("=")
             if verb == "sleep":
                 await self._sleep(float(argument), emit, job)
-            elif verb == "quiet":
-                await asyncio.sleep(float(argument))
+            elif verb == "until":
+                while argument not in NOTES.read_text():
+                    await asyncio.sleep(0.02)
             elif verb == "retry" and before < int(argument):
                 raise EngineOutOfMemory("not this time")
             elif verb == "die" and before < int(argument):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,10 +90,12 @@ async def test_the_blobs_of_a_refused_outcome_are_freed(
     """
     stages.define("a>b")
     stages.start(*workers)
-    job = await start_job(store, "a:quiet=1 a:tensors")
+    job = await start_job(store, "a:until=taken-over a:tensors")
     await noted(notes, f"run a {job.id}")
     newer = await store.begin_stage(job.id, "a", "another", redelivered=True)
     assert newer.verdict is Verdict.RUN
+    with Path(os.environ["POOL_NOTES"]).open("a") as file:
+        file.write("0 0 taken-over\n")
     await asyncio.to_thread(stages.workers["a"].wait_for, "the outcome is no longer wanted")
     wait_until(lambda: blobs_in(stages.shm) == [])
 
