@@ -111,16 +111,16 @@ def _check_stage(
         return f"{prefix}.{name}"
 
     faults: dict[str, Fault] = {}
+    complete = {**stage.defaults, **given}
     try:
-        model.model_validate(given)
+        model.model_validate(complete)
     except ValidationError as exc:
         for error in exc.errors(include_url=False, include_context=False):
             name = str(error["loc"][0])
-            message = error["msg"]
-            if error["type"] == "extra_forbidden":
+            message = ": ".join([".".join(map(str, error["loc"][1:])), error["msg"]]).lstrip(": ")
+            if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
                 message = f"unknown parameter; allowed: {', '.join(model.model_fields)}"
             faults.setdefault(name, _fault(field_of(name), message))
-    complete = {**stage.defaults, **given}
     for name, limit in stage.limits.items():
         if name in complete and (fault := _limit_fault(limit, complete[name])):
             faults.setdefault(name, _fault(field_of(name), fault))

@@ -179,12 +179,25 @@ def _tell(emit: Emit, generation: _Generation, piece: str) -> None:
 
 def _output(generation: _Generation) -> StageOutput:
     seconds = time.perf_counter() - generation.started
+    prompt, completion = generation.prompt_tokens, len(generation.tokens)
+    values: dict[str, Any] = {
+        "text": generation.stream.text,
+        "finish_reason": generation.finish_reason,
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "cached_tokens": 0,
+        },
+    }
+    if generation.stream.stop_string is not None:
+        values["stop_reason"] = generation.stream.stop_string
     output = StageOutput(
-        values={"text": generation.stream.text, "finish_reason": generation.finish_reason},
+        values=values,
         tensors={"token_ids": {"token_ids": torch.tensor(generation.tokens, dtype=torch.int64)}},
         metrics={
-            "prompt_tokens": generation.prompt_tokens,
-            "completion_tokens": len(generation.tokens),
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
             "first_token_seconds": generation.first_token,
             "generation_seconds": seconds,
         },

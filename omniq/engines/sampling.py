@@ -31,7 +31,8 @@ class Sampling:
         """From a request's validated AR parameters; unset and None mean the default."""
         known = {k: v for k, v in params.items() if k in cls.__slots__ and v is not None}
         if "stop" in known:
-            known["stop"] = tuple(s for s in known["stop"] if s)
+            stop = [known["stop"]] if isinstance(known["stop"], str) else known["stop"]
+            known["stop"] = tuple(s for s in stop if s)
         if "top_k" in known:
             known["top_k"] = max(known["top_k"], 0)
         return cls(**known)
