@@ -220,6 +220,8 @@ class VLLMAREngine(Engine):
     async def _generate(
         self, prompt: Prompt, params: Mapping[str, Any], emit: Emit, options: Mapping[str, Any]
     ) -> StageOutput:
+        if self._own.text_encoder:
+            emit = NullEmit()
         parser = self._parsers.of_request(params)
         sampling = self._sampling(prompt, params, parser)
         generation = Generation(sampling.max_tokens, sampling.n, emit, parser)
@@ -239,8 +241,7 @@ class VLLMAREngine(Engine):
                 raise EngineError(
                     f"stage {self.stage.stage_id!r}: vLLM ended with {answer.finish_reason!r}"
                 )
-        if not self._own.text_encoder:
-            generation.speak()
+        generation.speak()
         if self._own.stream_tokens:
             await chunks.send(1, last=True)
         states = None
