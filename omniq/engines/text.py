@@ -8,9 +8,13 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from omniq.engines.base import StageInput
+from omniq.engines.inputs import text_input
 from omniq.errors import ConfigError, InvalidRequest
 
 _INCOMPLETE = "\ufffd"
+#: Inputs that are a text prompt; a request has exactly one.
+PROMPTS = ("prompt", "messages", "token_ids")
 
 
 class PromptEncoder:
@@ -90,6 +94,32 @@ class PromptEncoder:
         except (TemplateError, TypeError, ValueError, KeyError) as exc:
             raise _refused(field, f"the chat template refuses them: {exc}") from exc
 
+    def read(
+        self, inputs: Mapping[str, StageInput], params: Mapping[str, Any], context: int
+    ) -> list[int]:
+        """Token ids of a request's only prompt: ``prompt``, ``messages`` or ``token_ids``.
+
+        Raises:
+            InvalidRequest: naming the input that is missing or wrong.
+        """
+        given = [name for name in PROMPTS if name in inputs]
+        if len(given) != 1:
+            got = ", ".join(inputs) or "nothing"
+            raise _refused("prompt", f"needs exactly one of {', '.join(PROMPTS)}; got: {got}")
+        if given == ["token_ids"]:
+            for unused in ("tools", "chat_template_kwargs"):
+                if params.get(unused):
+                    raise _refused("token_ids", f"{unused} need a prompt or messages")
+            return self.checked(token_ids(inputs, len(self.tokenizer)), context, "token_ids")
+        tools, options = params.get("tools"), params.get("chat_template_kwargs")
+        if given == ["messages"]:
+            messages = inputs["messages"].value
+        elif tools or options:
+            messages = [{"role": "user", "content": text_input(inputs, "prompt")}]
+        else:
+            return self.encode(text_input(inputs, "prompt"), context)
+        return self.encode_chat(messages, context, tools=tools, options=options, field=given[0])
+
     def checked(self, ids: Sequence[int], context: int, field: str) -> list[int]:
         """``ids``, if they leave room for an answer in ``context`` positions.
 
@@ -101,6 +131,28 @@ class PromptEncoder:
                 field, f"must have 1 to {context - 1} tokens for this model, has {len(ids)}"
             )
         return list(ids)
+
+
+def token_ids(inputs: Mapping[str, StageInput], vocabulary: int) -> list[int]:
+    """The input ``token_ids``: a list, or an integer tensor [n].
+
+    Raises:
+        InvalidRequest: it is neither, or an id is outside of the vocabulary.
+    """
+    given = inputs["token_ids"]
+    ids: Any = given.value
+    if given.tensors:
+        tensor = given.tensor
+        if tensor.ndim != 1 or tensor.is_floating_point():
+            raise _refused("token_ids", f"must be integers [n], is {tensor.dtype} {tensor.shape}")
+        ids = tensor.tolist()
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise _refused("token_ids", "must be a list of integers")
+    if wrong := [i for i in ids if not 0 <= i < vocabulary]:
+        raise _refused(
+            "token_ids", f"{wrong[0]} is outside of the vocabulary, 0 to {vocabulary - 1}"
+        )
+    return ids
 
 
 def check_messages(messages: Any, field: str = "messages") -> None:

@@ -95,7 +95,7 @@ def complete(
         arguments.setdefault("enable_prompt_embeds", True)
     if own.lora_modules:
         arguments.setdefault("enable_lora", True)
-        arguments.setdefault("max_loras", min(len(own.lora_modules), 8))
+        _leave_a_place_free(stage, arguments, len(own.lora_modules), on_cpu=on_cpu)
     options = state_options(stage, own)
     if options is not None:
         more = dict(arguments.get("additional_config") or {})
@@ -103,6 +103,25 @@ def complete(
     if arguments.get("runner") != "pooling" and (options is not None or on_cpu):
         arguments["worker_cls"] = WORKER
     return arguments
+
+
+def _leave_a_place_free(
+    stage: OmniStageConfig, arguments: dict[str, Any], adapters: int, *, on_cpu: bool
+) -> None:
+    """Have one more place for adapters than there are, on the CPU.
+
+    vLLM 0.32's CPU kernels take the last place for requests without an adapter (index -1) that
+    share a step with others; it must stay empty, which is all zeros.
+
+    Raises:
+        ConfigError: the stage's own ``max_loras`` leaves none.
+    """
+    places = arguments.setdefault("max_loras", adapters + 1 if on_cpu else min(adapters, 8))
+    if on_cpu and places <= adapters:
+        raise ConfigError(
+            f"stage {stage.stage_id!r}: engine_args.max_loras must be at least {adapters + 1} for "
+            f"{adapters} lora_modules on the CPU, is {places}"
+        )
 
 
 def state_options(stage: OmniStageConfig, own: OwnArgs) -> StateOptions | None:

@@ -65,69 +65,43 @@ class PromptReader:
             )
         name = given[0]
         found = media.of_inputs(inputs)
-        if name not in ("prompt", "messages"):
-            if found:
-                raise media.bad(name, "media need a prompt or messages to belong to")
+        if name == "messages" or found:
+            return self._conversation(name, inputs, params, found)
+        if name == "prompt_embeds":
             for unused in ("tools", "chat_template_kwargs"):
                 if params.get(unused):
                     raise refused(unused, f"{name} does not pass through a chat template")
-            return self._embeds(inputs) if name == "prompt_embeds" else self._ids(inputs)
-        return self._text(name, inputs, params, found)
+            return self._embeds(inputs)
+        return _tokens(name, self._encoder.read(inputs, params, self._limits.context))
 
-    def _text(
+    def _conversation(
         self,
         name: str,
         inputs: Mapping[str, StageInput],
         params: Mapping[str, Any],
         found: media.Media,
     ) -> Prompt:
-        tools, options = params.get("tools"), params.get("chat_template_kwargs")
-        context = self._limits.context
+        if name not in ("prompt", "messages"):
+            raise media.bad(name, "media need a prompt or messages to belong to")
+        messages: Any = inputs["messages"].value if name == "messages" else None
         if name == "prompt":
-            prompt = text_input(inputs, "prompt")
-            if not (found or tools or options):
-                return _tokens(name, self._encoder.encode(prompt, context))
-            messages: Any = [{"role": "user", "content": prompt}]
-        else:
-            messages = inputs["messages"].value
-        return self._conversation(name, messages, tools, options, found)
-
-    def _conversation(
-        self, name: str, messages: Any, tools: Any, options: Any, found: media.Media
-    ) -> Prompt:
+            messages = [{"role": "user", "content": text_input(inputs, name)}]
         check_messages(messages, name)
         plain, inside = media.of_messages(messages)
         if found:  # what stages before made belongs to the last turn
             plain[-1] = {**plain[-1], "content": _with_media(plain[-1].get("content"), found)}
         for kind, items in found.items():
             inside.setdefault(kind, []).extend(items)
-        context = self._limits.context
+        tools, options = params.get("tools"), params.get("chat_template_kwargs")
         if not inside:
             ids = self._encoder.encode_chat(
-                plain, context, tools=tools, options=options, field=name
+                plain, self._limits.context, tools=tools, options=options, field=name
             )
             return _tokens(name, ids)
         if not self._limits.multimodal:
             raise media.bad(name, f"this model takes no {' or '.join(inside)}")
         text = self._encoder.render_chat(plain, tools=tools, options=options, field=name)
         return Prompt(name, {"prompt": text, "multi_modal_data": inside}, None)
-
-    def _ids(self, inputs: Mapping[str, StageInput]) -> Prompt:
-        given = inputs["token_ids"]
-        ids: Any = given.value
-        if given.tensors:
-            tensor = given.tensor
-            if tensor.ndim != 1 or tensor.is_floating_point():
-                raise media.bad("token_ids", f"must be integers [n], is {_form(tensor)}")
-            ids = tensor.tolist()
-        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
-            raise media.bad("token_ids", "must be a list of integers")
-        if wrong := [i for i in ids if not 0 <= i < self._limits.vocabulary]:
-            raise media.bad(
-                "token_ids",
-                f"{wrong[0]} is outside of the vocabulary, 0 to {self._limits.vocabulary - 1}",
-            )
-        return _tokens("token_ids", self._encoder.checked(ids, self._limits.context, "token_ids"))
 
     def _embeds(self, inputs: Mapping[str, StageInput]) -> Prompt:
         limits = self._limits
