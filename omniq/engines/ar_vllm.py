@@ -26,6 +26,8 @@ from omniq.engines.vllm.sampling import pooling_params, refusal, refused, sampli
 from omniq.errors import ConfigError, EngineDead, EngineError, InvalidRequest
 
 WARMUP_TOKENS = 4
+#: Ends of an answer that is as it should be; vLLM's others are ``abort`` and ``error``.
+FINISHED = ("stop", "length", "repetition")
 # vLLM's default of 5 s is all the time a supervisor gives the whole worker.
 SHUTDOWN_SECONDS = 1.0
 #: omniq's most urgent priority; vLLM's is 0 and counts up.
@@ -42,9 +44,10 @@ class VLLMAREngine(Engine):
     with a multimodal model also ``image``/``images`` (uint8 [H, W, 3]) and ``audio`` (float
     [samples]), or media within ``messages``.
 
-    Outputs: values ``text``, ``finish_reason`` (``stop`` or ``length``), ``usage``, and where asked
-    for ``logprobs``, ``prompt_logprobs``, ``reasoning``, ``tool_calls``, ``stop_reason`` and, with
-    ``n`` > 1, ``choices``; tensors ``token_ids`` (int64 [n]), ``hidden_states`` and
+    Outputs: values ``text``, ``finish_reason`` (``stop``, ``length``, ``repetition``), ``usage``,
+    and where asked for ``logprobs``, ``prompt_logprobs``, ``reasoning``, ``tool_calls``,
+    ``stop_reason`` and, with ``n`` > 1, ``choices``;
+    tensors ``token_ids`` (int64 [n]), ``hidden_states`` and
     ``prompt_hidden_states`` ([positions, hidden] or [positions, layers, hidden]). Row i of
     ``hidden_states`` belongs to the position whose logits gave token i. With ``n`` > 1 a tensor
     output holds one tensor an answer, named by its number. A stage of a pooling model
@@ -235,7 +238,7 @@ class VLLMAREngine(Engine):
             finally:
                 generation.quiet()
         for answer in generation.sequences:
-            if answer.finish_reason not in ("stop", "length"):
+            if answer.finish_reason not in FINISHED:
                 if params.get("structured_outputs") and not answer.tokens:
                     raise refused("structured_outputs", "the grammar cannot be compiled")
                 raise EngineError(
