@@ -16,8 +16,8 @@ class InputView(BaseModel):
 
     type: str
     required: bool
-    min_length: int = Field(description="Characters.")
-    max_length: int = Field(description="Characters.")
+    min_length: int = Field(description="Characters; of token_ids, how many.")
+    max_length: int = Field(description="Characters; of token_ids, how many.")
     description: str = ""
 
 
@@ -31,7 +31,7 @@ class OutputView(BaseModel):
 class ParameterView(BaseModel):
     """One request parameter, with what every stage that takes it allows."""
 
-    type: str = Field(description="JSON type.")
+    type: str = Field(description="JSON type, or several: 'string or array'.")
     description: str = ""
     stages: list[str] = Field(description="Stages that take it.")
     default: Any = Field(None, description="Null: none, or the stages' defaults differ.")
@@ -124,7 +124,7 @@ def pipeline_view(pipeline: PipelineConfig, max_text: int) -> PipelineView:
                 type=i.type,
                 required=i.required,
                 min_length=i.min_length,
-                max_length=min(i.max_length, max_text),
+                max_length=i.max_length if i.type == "token_ids" else min(i.max_length, max_text),
                 description=i.description,
             )
             for name, i in pipeline.inputs.items()
@@ -157,10 +157,11 @@ def _parameters(stages: list[OmniStageConfig]) -> dict[str, ParameterView]:
 def _parameter(stage: OmniStageConfig, name: str, schema: dict[str, Any]) -> ParameterView:
     """One stage's parameter: the engine type's bounds, narrowed by the stage's limits."""
     # Every parameter is optional, so its schema is "this type or null".
-    bounds = next(b for b in schema.get("anyOf", [schema]) if b.get("type") != "null")
+    kinds = [b for b in schema.get("anyOf", [schema]) if b.get("type") != "null"]
+    bounds = kinds[0]
     limit = stage.limits.get(name, Limit())
     return ParameterView(
-        type=bounds["type"],
+        type=" or ".join(k.get("type", "object") for k in kinds),  # a reference is to an object
         description=schema.get("description", ""),
         stages=[stage.stage_id],
         default=stage.defaults.get(name),

@@ -7,11 +7,23 @@ stage's configuration narrows them (:class:`omniq.config.stage.Limit`) and sets 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+
+
+#: Below this temperature decoding is greedy (vLLM draws the line at the same place).
+GREEDY_BELOW = 1e-5
+#: Sequences of one request; vLLM's own bound is an environment variable of the worker.
+MOST_SEQUENCES = 128
+#: As vLLM bounds ``logprob_token_ids``.
+MOST_LOGPROB_IDS = 128
+
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Text = Annotated[str, Field(min_length=1)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
 
 
 class StageParams(BaseModel):
@@ -20,19 +32,129 @@ class StageParams(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+def _token_keys(bias: dict[str | int, float]) -> dict[str | int, float]:
+    for key in bias:
+        if not str(key).isdecimal():
+            raise ValueError(f"keys must be token ids, got {key!r}")
+    return bias
+
+
+class StructuredOutputs(BaseModel):
+    """What the output must match; exactly one constraint (vLLM ``StructuredOutputsParams``)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    schema_: str | dict[str, Any] | None = Field(None, alias="json", description="JSON schema.")
+    regex: str | None = Field(None, min_length=1)
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = Field(None, min_length=1, description="EBNF.")
+    json_object: Literal[True] | None = Field(None, description="Any JSON object.")
+    structural_tag: str | None = Field(None, min_length=1)
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
+#: The names of :class:`StructuredOutputs` of which a request gives one.
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+class RepetitionDetection(BaseModel):
+    """Ends a generation that repeats itself (vLLM ``RepetitionDetectionParams``)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    max_pattern_size: int = Field(ge=1)
+    min_pattern_size: int = Field(0, ge=0)
+    min_count: int = Field(ge=2)
+
+
 class ARParams(StageParams):
-    """Sampling parameters of an autoregressive stage (vLLM ``SamplingParams`` names)."""
+    """Parameters of an autoregressive stage: vLLM's ``SamplingParams`` by vLLM's own names.
+
+    What depends on the model (vocabulary, context, grammar) the engine refuses, as the same kind
+    of error.
+    """
 
     max_tokens: int | None = Field(None, ge=1, le=1_000_000, description="New tokens at most.")
+    min_tokens: int | None = Field(
+        None, ge=0, le=1_000_000, description="No end token and no stop_token_ids before."
+    )
     temperature: float | None = Field(
-        None, ge=0.0, le=100.0, description="0 is greedy decoding.", allow_inf_nan=False
+        None, ge=0.0, le=2.0, description="0 is greedy decoding.", allow_inf_nan=False
+    )
+    n: int | None = Field(
+        None, ge=1, le=MOST_SEQUENCES, description="Answers to the same prompt; 1 when greedy."
     )
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="-1 or 0 keeps all tokens.")
+    min_p: float | None = Field(
+        None, ge=0.0, le=1.0, description="Least probability, relative to the likeliest token's."
+    )
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     # Below a hundredth a token's score can overflow.
     repetition_penalty: float | None = Field(None, ge=0.01, le=10.0, allow_inf_nan=False)
-    stop: list[str] | None = Field(None, max_length=16)
     seed: Seed | None = Field(None, description="Same seed, same output.")
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = Field(None, description="Go on behind an end token.")
+    bad_words: list[Text] | None = Field(None, max_length=1024)
+    logit_bias: Annotated[dict[str | int, float], AfterValidator(_token_keys)] | None = Field(
+        None, max_length=1024, description="Token id to what is added to its score, -100 to 100."
+    )
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
+    logprobs: int | None = Field(
+        None, ge=-1, description="Likeliest tokens given with each token; -1 is all of them."
+    )
+    prompt_logprobs: int | None = Field(None, ge=-1)
+    logprob_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MOST_LOGPROB_IDS)
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: int | None = Field(None, ge=-1)
+    repetition_detection: RepetitionDetection | None = None
+    extra_args: dict[str, Any] | None = Field(
+        None, description="Handed on to logits processors and plugins of vLLM."
+    )
+    # Not vLLM's SamplingParams, but of its chat and pooling requests.
+    tools: list[dict[str, Any]] | None = Field(
+        None, max_length=128, description="Functions the model may call, as in OpenAI's API."
+    )
+    chat_template_kwargs: dict[str, Any] | None = None
+    lora: str | None = Field(None, min_length=1, description="One of the stage's lora_modules.")
+    dimensions: int | None = Field(None, ge=1, description="Of embeddings (pooling stages).")
+    use_activation: bool | None = Field(None, description="Normalise (pooling stages).")
+
+    @field_validator("min_tokens")
+    @classmethod
+    def _least_within_most(cls, value: int | None, info: ValidationInfo) -> int | None:
+        most = info.data.get("max_tokens")
+        if value is not None and most is not None and value > most:
+            raise ValueError(f"must be at most max_tokens, {most}")
+        return value
+
+    @field_validator("n")
+    @classmethod
+    def _one_when_greedy(cls, value: int | None, info: ValidationInfo) -> int | None:
+        temperature = info.data.get("temperature")
+        greedy = temperature is not None and temperature < GREEDY_BELOW
+        if value is not None and value > 1 and greedy:
+            raise ValueError("must be 1 when temperature is 0: all answers would be the same")
+        return value
+
+    @field_validator("structured_outputs", mode="before")
+    @classmethod
+    def _one_constraint(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            given = [name for name in CONSTRAINTS if value.get(name) is not None]
+            if len(given) != 1:
+                raise ValueError(
+                    f"must have exactly one of {', '.join(CONSTRAINTS)}; "
+                    f"has {', '.join(given) or 'none'}"
+                )
+        return value
 
 
 class EncodeParams(StageParams):

@@ -23,10 +23,16 @@ LEAST_LIMIT = 16
 class InputConfig(ConfigModel):
     """One named input of the request."""
 
-    type: Literal["text"] = "text"
+    type: Literal["text", "messages", "token_ids"] = Field(
+        "text",
+        description="'messages' is a conversation as in OpenAI's API, 'token_ids' a list of "
+        "integers.",
+    )
     required: bool = True
-    min_length: int = Field(1, ge=0, description="Characters.")
-    max_length: int = Field(8_000, ge=1, description="Characters.")
+    min_length: int = Field(1, ge=0, description="Characters, or token ids.")
+    max_length: int = Field(
+        8_000, ge=1, description="Characters (of all messages together), or token ids."
+    )
     description: str = ""
 
 

@@ -56,7 +56,7 @@ def _check_inputs(pipeline: PipelineConfig, inputs: dict[str, Any]) -> list[Faul
         if name not in inputs:
             if spec.required:
                 faults.append(_fault(field, "required, but missing"))
-        elif (message := _text_fault(spec, inputs[name])) is not None:
+        elif (message := _FAULT[spec.type](spec, inputs[name])) is not None:
             faults.append(_fault(field, message))
     return faults
 
@@ -74,6 +74,38 @@ def _text_fault(spec: InputConfig, value: Any) -> str | None:
     except UnicodeEncodeError:
         return "must be valid Unicode (it holds a lone surrogate)"
     return None
+
+
+def _messages_fault(spec: InputConfig, value: Any) -> str | None:
+    if not isinstance(value, list) or not value:
+        return "must be a list of messages"
+    texts = []
+    for i, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return f"message {i} must be an object with a 'role'"
+        content = message.get("content")
+        if not isinstance(content, str | list | None):
+            return f"'content' of message {i} must be text or a list of parts"
+        for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+            if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+                return f"a part of message {i} must be an object with a 'type'"
+            if part["type"] == "text":
+                texts.append(part.get("text") or "")
+    if any(not isinstance(text, str) for text in texts):
+        return "'text' of a part must be a string"
+    # Media within are bounded by the size of the request.
+    return _text_fault(spec, "".join(texts))
+
+
+def _token_ids_fault(spec: InputConfig, value: Any) -> str | None:
+    if not isinstance(value, list) or any(type(i) is not int or i < 0 for i in value):
+        return "must be a list of integers from 0"
+    if not spec.min_length <= len(value) <= spec.max_length:
+        return f"must have {spec.min_length} to {spec.max_length} token ids, has {len(value)}"
+    return None
+
+
+_FAULT = {"text": _text_fault, "messages": _messages_fault, "token_ids": _token_ids_fault}
 
 
 def _split(
@@ -111,16 +143,16 @@ def _check_stage(
         return f"{prefix}.{name}"
 
     faults: dict[str, Fault] = {}
+    complete = {**stage.defaults, **given}
     try:
-        model.model_validate(given)
+        model.model_validate(complete)
     except ValidationError as exc:
         for error in exc.errors(include_url=False, include_context=False):
             name = str(error["loc"][0])
-            message = error["msg"]
-            if error["type"] == "extra_forbidden":
+            message = ": ".join([".".join(map(str, error["loc"][1:])), error["msg"]]).lstrip(": ")
+            if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
                 message = f"unknown parameter; allowed: {', '.join(model.model_fields)}"
             faults.setdefault(name, _fault(field_of(name), message))
-    complete = {**stage.defaults, **given}
     for name, limit in stage.limits.items():
         if name in complete and (fault := limit.fault(complete[name])):
             faults.setdefault(name, _fault(field_of(name), fault))

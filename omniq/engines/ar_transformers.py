@@ -12,7 +12,6 @@ import torch
 from omniq.config import Modality
 from omniq.engines.base import Emit, Engine, NullEmit, StageInput, StageOutput, StageRequest
 from omniq.engines.faults import engine_faults
-from omniq.engines.inputs import text_input
 from omniq.engines.loading import (
     check_engine_args,
     loading,
@@ -47,10 +46,11 @@ class _Generation:
 class TransformersAREngine(Engine):
     """Autoregressive generation with a KV cache and seeded sampling.
 
-    Input: ``prompt`` (text). Outputs: values ``text`` and ``finish_reason`` (``stop`` or
-    ``length``); tensors ``token_ids`` (int64 [n]) and, when the stage's output modalities contain
-    ``hidden_states``, ``hidden_states`` ([n, hidden] in the model's dtype): row i is the last
-    hidden state behind the final norm at the position whose logits gave generated token i. Row 0
+    Input: one of ``prompt`` (text), ``messages`` (a conversation) and ``token_ids``. Outputs:
+    values ``text``, ``finish_reason`` (``stop`` or ``length``) and ``usage``; tensors ``token_ids``
+    (int64 [n]) and, when the stage's output modalities contain ``hidden_states``, ``hidden_states``
+    ([n, hidden] in the model's dtype): row i is the last hidden state behind the final norm at the
+    position whose logits gave generated token i. Row 0
     therefore belongs to the last prompt token; an end token has its row but is never fed itself.
 
     Every decode step is one call on the model thread, whose queue is first in, first out: requests
@@ -101,8 +101,7 @@ class TransformersAREngine(Engine):
         self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit
     ) -> StageOutput:
         """Generate until an end token, a stop string, ``max_tokens`` or the context's end."""
-        prompt = text_input(inputs, "prompt")
-        generation, piece = await self.in_thread(self._prefill, prompt, request.params)
+        generation, piece = await self.in_thread(self._prefill, inputs, request.params)
         _tell(emit, generation, piece)
         while generation.finish_reason is None:
             piece = await self.in_thread(self._decode, generation)
@@ -115,11 +114,13 @@ class TransformersAREngine(Engine):
         self._model = None
 
     @torch.no_grad()
-    def _prefill(self, prompt: str, params: Mapping[str, Any]) -> tuple[_Generation, str]:
+    def _prefill(
+        self, inputs: Mapping[str, StageInput], params: Mapping[str, Any]
+    ) -> tuple[_Generation, str]:
         from transformers import DynamicCache  # noqa: PLC0415 - slow import, done by load
 
         with engine_faults(f"stage {self.stage.stage_id!r}"):
-            ids = self._encoder.encode(prompt, self._context)
+            ids = self._encoder.read(inputs, params, self._context)
             sampling = Sampling.from_params(params)
             room = self._context - len(ids)
             generation = _Generation(
@@ -179,12 +180,25 @@ def _tell(emit: Emit, generation: _Generation, piece: str) -> None:
 
 def _output(generation: _Generation) -> StageOutput:
     seconds = time.perf_counter() - generation.started
+    prompt, completion = generation.prompt_tokens, len(generation.tokens)
+    values: dict[str, Any] = {
+        "text": generation.stream.text,
+        "finish_reason": generation.finish_reason,
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "cached_tokens": 0,
+        },
+    }
+    if generation.stream.stop_string is not None:
+        values["stop_reason"] = generation.stream.stop_string
     output = StageOutput(
-        values={"text": generation.stream.text, "finish_reason": generation.finish_reason},
+        values=values,
         tensors={"token_ids": {"token_ids": torch.tensor(generation.tokens, dtype=torch.int64)}},
         metrics={
-            "prompt_tokens": generation.prompt_tokens,
-            "completion_tokens": len(generation.tokens),
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
             "first_token_seconds": generation.first_token,
             "generation_seconds": seconds,
         },

@@ -4,106 +4,148 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import tempfile
-import time
 import uuid
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from omniq.config import Modality
 from omniq.engines.base import Emit, Engine, NullEmit, StageInput, StageOutput, StageRequest
-from omniq.engines.inputs import text_input
-from omniq.engines.loading import check_engine_args, loading, part_folder, tokenizer_folder
-from omniq.engines.sampling import Sampling
+from omniq.engines.loading import loading, part_folder, tokenizer_folder
 from omniq.engines.text import PromptEncoder
-from omniq.engines.vllm_hidden_states import TAP, RowCollector
-from omniq.errors import ConfigError, EngineDead, EngineError
+from omniq.engines.vllm import arguments, contract
+from omniq.engines.vllm.hidden_states import StateCollector
+from omniq.engines.vllm.inproc import in_process
+from omniq.engines.vllm.outputs import Generation
+from omniq.engines.vllm.parsers import Parsers
+from omniq.engines.vllm.requests import ModelLimits, Prompt, PromptReader
+from omniq.engines.vllm.sampling import pooling_params, refusal, refused, sampling_params
+from omniq.errors import ConfigError, EngineDead, EngineError, InvalidRequest
 
-# What vLLM reads from the environment; set only where the operator has not.
-ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    # The worker has threads by now, and a forked child of a process with threads may hang.
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-}
-# One thread a core-bound stage process; vLLM would bind and take every core otherwise.
-CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-CPU_ARGS = {
-    "enforce_eager": True,
-    "kv_cache_memory_bytes": 256 << 20,
-    # vLLM 0.32 rewinds the generator of a seeded request after each prompt chunk, which CPU
-    # generators refuse: one such request would end the engine process.
-    "enable_chunked_prefill": False,
-}
-OWN_ARGS = frozenset({"chat_template"})
-# Given by the stage's own fields.
-RESERVED = frozenset({"model", "tokenizer", "dtype", "worker_extension_cls"})
 WARMUP_TOKENS = 4
+#: Ends of an answer that is as it should be; vLLM's others are ``abort`` and ``error``.
+FINISHED = ("stop", "length", "repetition")
 # vLLM's default of 5 s is all the time a supervisor gives the whole worker.
 SHUTDOWN_SECONDS = 1.0
+#: omniq's most urgent priority; vLLM's is 0 and counts up.
+MOST_URGENT = 9
+#: Requests ready to join at once, for each that vLLM runs, where the stage sets no window itself.
+HEADROOM = 0.125
 
 
 class VLLMAREngine(Engine):
     """Autoregressive generation by vLLM's ``AsyncLLM``, which batches the requests in flight.
 
-    Inputs, outputs and the meaning of hidden-state rows are those of
-    :class:`~omniq.engines.ar_transformers.TransformersAREngine`.
+    Inputs: exactly one of ``prompt`` (text), ``messages`` (a conversation, by the model's chat
+    template), ``token_ids`` (list, or int tensor [n]) and ``prompt_embeds`` (float [n, hidden]);
+    with a multimodal model also ``image``/``images`` (uint8 [H, W, 3]) and ``audio`` (float
+    [samples]), or media within ``messages``.
 
-    Engine arguments: ``chat_template`` (default true), and every field of vLLM's
-    ``AsyncEngineArgs`` under its own name.
+    Outputs: values ``text``, ``finish_reason`` (``stop``, ``length``, ``repetition``), ``usage``,
+    and where asked for ``logprobs``, ``prompt_logprobs``, ``reasoning``, ``tool_calls``,
+    ``stop_reason`` and, with ``n`` > 1, ``choices``;
+    tensors ``token_ids`` (int64 [n]), ``hidden_states`` and
+    ``prompt_hidden_states`` ([positions, hidden] or [positions, layers, hidden]). Row i of
+    ``hidden_states`` belongs to the position whose logits gave token i. With ``n`` > 1 a tensor
+    output holds one tensor an answer, named by its number. A stage of a pooling model
+    (``runner: pooling``) outputs ``pooling`` (float [dim] or [tokens, dim]); one with
+    ``text_encoder: true`` outputs ``prompt_embeds``.
+
+    Engine arguments: those of :class:`~omniq.engines.vllm.arguments.OwnArgs`, and every field of
+    vLLM's ``AsyncEngineArgs`` under its own name.
     """
 
     name = "vllm"
 
     _engine: Any = None
-    _collector: RowCollector | None = None
+    _collector: StateCollector | None = None
     _joined: tempfile.TemporaryDirectory[str] | None = None
 
+    @property
+    def max_in_flight(self) -> int:
+        """The stage's window; if only vLLM's ``max_num_seqs`` is set, that and some headroom."""
+        running = self.stage.engine_args.get("max_num_seqs")
+        if "max_in_flight" in self.stage.model_fields_set or not isinstance(running, int):
+            return self.stage.max_in_flight
+        return running + max(1, int(running * HEADROOM))
+
     async def load(self) -> None:
-        """Start vLLM's engine process and load the model there.
+        """Start vLLM's engine and load the model there.
 
         Raises:
-            ConfigError: folder, tokenizer or engine arguments are wrong, or hidden states are asked
-                for together with speculative decoding.
+            ConfigError: this vLLM is not supported; the folder, the tokenizer or an engine argument
+                is wrong; or hidden states are asked for together with speculative decoding.
         """
-        self._want_hidden = Modality.HIDDEN_STATES in self.stage.output_modalities
         await self.in_thread(self._start)
-        if self._want_hidden:
-            self._collector = RowCollector(self._engine.output_processor)
-            await self._engine.collective_rpc("install_tap")
+        if self._pooling:
+            tasks = [t for t in await self._engine.get_supported_tasks() if t in _POOLING_TASKS]
+            self._task = self._pooling_task(tasks)
+        elif self._options is not None:
+            self._collector = StateCollector(self._engine.output_processor)
 
     def _start(self) -> None:
-        on_cpu = self.device == "cpu"
-        for name, value in {**ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})}.items():
-            os.environ.setdefault(name, value)
-        from vllm import AsyncEngineArgs  # noqa: PLC0415 - reads the environment, and is slow
-        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+        contract.checked(on_cpu=self.device == "cpu")
+        self._own, given = arguments.read(self.stage)
+        with in_process() if self._own.in_process else nullcontext():
+            self._start_with(given)
 
-        known = {f.name for f in fields(AsyncEngineArgs)} - RESERVED
-        given = check_engine_args(self.stage, known | OWN_ARGS)
+    def _start_with(self, given: dict[str, Any]) -> None:
+        v = contract.names()
+        self._options = arguments.state_options(self.stage, self._own)
         folder = part_folder(self.stage)
-        chat_template = bool(given.pop("chat_template", True))
         with loading(self.stage, folder):
             tokenizer = tokenizer_folder(folder)
-            self._encoder = PromptEncoder(tokenizer, chat_template=chat_template)
-            tokenizer = self._with_config(tokenizer, folder)
-            args = AsyncEngineArgs(**self._arguments(folder, tokenizer, given, on_cpu))
-            config = args.create_engine_config()
-        if self._want_hidden and config.speculative_config is not None:
-            raise ConfigError(
-                f"stage {self.stage.stage_id!r}: hidden_states and speculative_config exclude "
-                "each other"
+            pooling = given.get("runner") == "pooling"
+            chat = self._own.chat_template and not pooling
+            encoder = PromptEncoder(tokenizer, chat_template=chat)
+            complete = arguments.complete(
+                self.stage,
+                self._own,
+                given,
+                folder=folder,
+                tokenizer=self._with_config(tokenizer, folder),
+                max_in_flight=self.max_in_flight,
+                on_cpu=self.device == "cpu",
             )
-        self._context = int(config.model_config.max_model_len)
+            config = v.AsyncEngineArgs(**complete).create_engine_config()
+        self._check(config)
+        model = config.model_config
+        self._pooling = model.runner_type == "pooling"
+        self._defaults = {} if self._pooling else dict(model.get_diff_sampling_param())
+        self._parsers = Parsers(
+            encoder.tokenizer, given.get("reasoning_parser"), self._own.tool_call_parser
+        )
+        self._limits = ModelLimits(
+            context=int(model.max_model_len),
+            vocabulary=int(model.get_vocab_size()),
+            hidden=int(model.get_hidden_size()),
+            dtype=model.dtype,
+            embeds=bool(model.enable_prompt_embeds),
+            multimodal=bool(model.is_multimodal_model),
+        )
+        self._reader = PromptReader(encoder, self._limits)
+        self._loras = {
+            name: v.LoRARequest(name, number, str(path))
+            for number, (name, path) in enumerate(self._own.lora_modules.items(), 1)
+        }
         try:
-            self._engine = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+            self._engine = v.AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except (RuntimeError, ValueError) as exc:
             raise EngineDead(f"stage {self.stage.stage_id!r}: vLLM did not start: {exc}") from exc
+
+    def _check(self, config: Any) -> None:
+        where = f"stage {self.stage.stage_id!r}"
+        if self._options is None:
+            return
+        if config.speculative_config is not None:
+            raise ConfigError(f"{where}: hidden_states and speculative_config exclude each other")
+        try:
+            self._options.resolved(int(config.model_config.hf_text_config.num_hidden_layers))
+        except ValueError as exc:
+            raise ConfigError(f"{where}: engine_args.{exc}") from exc
 
     def _with_config(self, tokenizer: Path, model: Path) -> Path:
         """``tokenizer``, or a folder of links to its files beside the model's ``config.json``.
@@ -119,42 +161,39 @@ class VLLMAREngine(Engine):
             (joined / file.name).symlink_to(file.resolve())
         return joined
 
-    def _arguments(
-        self, folder: Path, tokenizer: Path, given: dict[str, Any], on_cpu: bool
-    ) -> dict[str, Any]:
-        arguments: dict[str, Any] = {
-            "model": str(folder),
-            "tokenizer": str(tokenizer),
-            "dtype": self.stage.dtype,
-            "max_num_seqs": self.max_in_flight,
-            **(CPU_ARGS if on_cpu else {}),
-            **given,
-        }
-        if self._want_hidden:
-            arguments["worker_extension_cls"] = TAP
-        return arguments
+    def _pooling_task(self, tasks: list[str]) -> str:
+        wanted = self._own.pooling_task
+        if not tasks or (wanted is not None and wanted not in tasks):
+            raise ConfigError(
+                f"stage {self.stage.stage_id!r}: engine_args.pooling_task: {wanted!r} is not "
+                f"allowed for this model; allowed: {', '.join(tasks) or 'none'}"
+            )
+        return wanted or next(t for t in _POOLING_TASKS if t in tasks)
 
     async def warmup(self) -> None:
         """Generate a few tokens."""
-        request = StageRequest("warmup", {"max_tokens": WARMUP_TOKENS, "temperature": 0.0})
-        await self.run(request, {"prompt": StageInput("a")}, NullEmit())
+        params = {} if self._pooling else {"max_tokens": WARMUP_TOKENS, "temperature": 0.0}
+        await self.run(StageRequest("warmup", params), {"token_ids": StageInput([1])}, NullEmit())
 
     async def run(
         self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit
     ) -> StageOutput:
         """Generate; cancelling the task aborts the request in vLLM."""
-        from vllm.v1.engine.exceptions import EngineDeadError  # noqa: PLC0415 - loaded by now
-
-        prompt = text_input(inputs, "prompt")
+        lora = self._lora(request.params)
+        prompt = await self.in_thread(self._reader.read, inputs, request.params)
         # A retried job may arrive while vLLM still cleans up after its first run.
-        request_id = f"{request.request_id}-{uuid.uuid4().hex[:8]}"
+        options = {
+            "request_id": f"{request.request_id}-{uuid.uuid4().hex[:8]}",
+            "lora_request": lora,
+            "priority": MOST_URGENT - request.priority,
+        }
         try:
-            return await self._generate(request_id, prompt, request.params, emit)
-        except EngineDeadError as exc:
-            raise EngineDead(f"stage {self.stage.stage_id!r}: vLLM has died: {exc}") from exc
+            if self._pooling:
+                return await self._pool(prompt, request.params, options)
+            return await self._generate(prompt, request.params, emit, options)
         finally:
             if self._collector is not None:
-                self._collector.take(request_id)
+                self._collector.take(options["request_id"])
 
     async def unload(self) -> None:
         """Stop vLLM's processes, as far as they were started."""
@@ -170,71 +209,137 @@ class VLLMAREngine(Engine):
         if self._joined is not None:
             self._joined.cleanup()
 
+    # -- one request -------------------------------------------------------------------------
+
+    def _lora(self, params: Mapping[str, Any]) -> Any:
+        name = params.get("lora")
+        if name is None:
+            return None
+        if name not in self._loras:
+            allowed = ", ".join(self._loras) or "none"
+            raise refused("lora", f"no adapter {name!r}; allowed: {allowed}")
+        return self._loras[name]
+
     async def _generate(
-        self, request_id: str, prompt: str, params: Mapping[str, Any], emit: Emit
+        self, prompt: Prompt, params: Mapping[str, Any], emit: Emit, options: Mapping[str, Any]
     ) -> StageOutput:
-        ids = await self.in_thread(self._encoder.encode, prompt, self._context)
-        sampling = Sampling.from_params(params)
-        room = self._context - len(ids)
-        budget = min(sampling.max_tokens or room, room)
-        started = time.perf_counter()
-        first_token = 0.0
-        tokens: list[int] = []
-        pieces: list[str] = []
-        finish_reason = None
-        try:
-            async for output in self._engine.generate(
-                {"type": "token", "prompt_token_ids": ids},
-                _sampling_params(sampling, budget),
-                request_id,
-            ):
-                delta = output.outputs[0]
-                tokens += delta.token_ids
-                first_token = first_token or time.perf_counter() - started
-                finish_reason = delta.finish_reason
-                if delta.text:
-                    pieces.append(delta.text)
-                    emit.delta("text", {"text": delta.text})
-                emit.progress(len(tokens), budget)
-        except ValueError as exc:
-            raise EngineError(f"stage {self.stage.stage_id!r}: vLLM refused: {exc}") from exc
-        if finish_reason not in ("stop", "length"):
-            raise EngineError(f"stage {self.stage.stage_id!r}: vLLM ended with {finish_reason!r}")
-        return StageOutput(
-            values={"text": "".join(pieces), "finish_reason": finish_reason},
-            tensors=self._tensors(request_id, tokens),
-            metrics={
-                "prompt_tokens": len(ids),
-                "completion_tokens": len(tokens),
-                "first_token_seconds": first_token,
-                "generation_seconds": time.perf_counter() - started,
-            },
+        if self._own.text_encoder:
+            emit = NullEmit()
+        parser = self._parsers.of_request(params)
+        sampling = self._sampling(prompt, params, parser)
+        generation = Generation(sampling.max_tokens, sampling.n, emit, parser)
+        chunks = _Chunks(self, options["request_id"], generation, emit)
+        with self._refusals(prompt, generation):
+            try:
+                async for output in self._engine.generate(prompt.engine_input, sampling, **options):
+                    generation.add(output)
+                    if self._own.stream_tokens:
+                        await chunks.send(self._own.stream_tokens)
+            finally:
+                generation.quiet()
+        for answer in generation.sequences:
+            if answer.finish_reason not in FINISHED:
+                if params.get("structured_outputs") and not answer.tokens:
+                    raise refused("structured_outputs", "the grammar cannot be compiled")
+                raise EngineError(
+                    f"stage {self.stage.stage_id!r}: vLLM ended with {answer.finish_reason!r}"
+                )
+        generation.speak()
+        if self._own.stream_tokens:
+            await chunks.send(1, last=True)
+        states = None
+        if self._collector is not None:
+            states = self._collector.take(options["request_id"])
+        made = generation.output(states, self._options)
+        return _embeds(made) if self._own.text_encoder else made
+
+    def _sampling(self, prompt: Prompt, params: Mapping[str, Any], parser: Any) -> Any:
+        # A prompt with media gets its length in vLLM, which then limits max_tokens itself.
+        room = self._limits.context - (prompt.tokens or 1)
+        more: dict[str, Any] = {}
+        if self._options is not None and self._options.prompt:
+            more["skip_reading_prefix_cache"] = True  # states of cached positions are not computed
+        if parser is not None and parser.special_tokens:
+            more["skip_special_tokens"] = False
+        if self._own.text_encoder:
+            params, room = {"temperature": 0.0}, 1
+        return sampling_params(
+            {k: x for k, x in params.items() if k not in more}, self._defaults, room, **more
         )
 
-    def _tensors(self, request_id: str, tokens: list[int]) -> dict[str, dict[str, torch.Tensor]]:
-        tensors = {"token_ids": {"token_ids": torch.tensor(tokens, dtype=torch.int64)}}
-        if self._collector is not None:
-            rows = self._collector.take(request_id)
-            if len(rows) < len(tokens):
-                raise EngineError(
-                    f"stage {self.stage.stage_id!r}: vLLM gave {len(rows)} hidden states for "
-                    f"{len(tokens)} tokens"
-                )
-            tensors["hidden_states"] = {"hidden_states": torch.cat(rows[: len(tokens)])}
-        return tensors
+    async def _pool(
+        self, prompt: Prompt, params: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> StageOutput:
+        pooling = pooling_params(params, self._task)
+        found = None
+        with self._refusals(prompt, None):
+            async for output in self._engine.encode(prompt.engine_input, pooling, **options):
+                found = output
+        assert found is not None, "vLLM ends a request with its output"
+        data = found.outputs.data
+        vector = data if isinstance(data, torch.Tensor) else torch.as_tensor(data)
+        count = len(found.prompt_token_ids)
+        return StageOutput(
+            values={"usage": {"prompt_tokens": count, "total_tokens": count}},
+            tensors={"pooling": {"pooling": vector.contiguous()}},
+            metrics={"prompt_tokens": count},
+        )
+
+    @contextmanager
+    def _refusals(self, prompt: Prompt, generation: Generation | None) -> Iterator[None]:
+        """vLLM's errors as omniq's: what it says before the first output is about the request."""
+        v = contract.names()
+        where = f"stage {self.stage.stage_id!r}"
+        try:
+            yield
+        except v.EngineDeadError as exc:
+            raise EngineDead(f"{where}: vLLM has died: {exc}") from exc
+        except (v.VLLMValidationError, ValueError, v.EngineGenerateError) as exc:
+            if isinstance(exc, InvalidRequest):
+                raise
+            cause: Any = exc.__cause__ if isinstance(exc, v.EngineGenerateError) else exc
+            early = generation is None or not generation.tokens
+            if early and isinstance(cause, v.VLLMValidationError | ValueError):
+                raise refusal(cause, prompt=prompt.name) from exc
+            raise EngineError(f"{where}: vLLM failed: {cause or exc}") from exc
 
 
-def _sampling_params(sampling: Sampling, budget: int) -> Any:
-    from vllm import SamplingParams  # noqa: PLC0415 - loaded by now
-    from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
+class _Chunks:
+    """Tokens and states of the only answer, handed on while it grows."""
 
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        repetition_penalty=sampling.repetition_penalty,
-        stop=list(sampling.stop),
-        seed=sampling.seed,
-        max_tokens=budget,
-        output_kind=RequestOutputKind.DELTA,
+    def __init__(
+        self, engine: VLLMAREngine, request_id: str, generation: Generation, emit: Emit
+    ) -> None:
+        self._collector, self._options = engine._collector, engine._options
+        self._id, self._generation, self._emit = request_id, generation, emit
+        self._sent = 0
+
+    async def send(self, least: int, *, last: bool = False) -> None:
+        """Hand on what is new if it is ``least`` tokens or more; waits for slow readers."""
+        if len(self._generation.sequences) != 1:
+            return
+        tokens = self._generation.sequences[0].tokens
+        new = slice(self._sent, len(tokens))
+        if new.stop - new.start < least:
+            return
+        self._sent = new.stop
+        ids = torch.tensor(tokens[new], dtype=torch.int64)
+        await self._emit.achunk("token_ids", tensors={"token_ids": ids}, last=last)
+        if self._collector is not None and self._options is not None:
+            rows = self._collector.rows(self._id)[new]
+            states = self._options.shaped(torch.cat(rows))
+            await self._emit.achunk("hidden_states", tensors={"hidden_states": states}, last=last)
+
+
+_POOLING_TASKS = ("embed", "classify", "token_embed", "token_classify")
+
+
+def _embeds(output: StageOutput) -> StageOutput:
+    """The output of a text encoder: its prompt's states, to condition a DiT with."""
+    embeds = output.tensors["prompt_hidden_states"]["prompt_hidden_states"]
+    usage = {**output.values["usage"], "completion_tokens": 0}
+    return StageOutput(
+        values={"usage": {**usage, "total_tokens": usage["prompt_tokens"]}},
+        tensors={"prompt_embeds": {"prompt_embeds": embeds}},
+        metrics={**output.metrics, "completion_tokens": 0},
     )

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
-from omniq.errors import EngineError
+from omniq.errors import EngineError, InvalidRequest
+
+#: Parameters of the chat template, not of sampling.
+PROMPT_PARAMS = ("tools", "chat_template_kwargs")
 
 # Below this a distribution is its argmax in float32 (vLLM draws the line at the same place).
 GREEDY_BELOW = 1e-5
@@ -28,10 +31,22 @@ class Sampling:
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Sampling:
-        """From a request's validated AR parameters; unset and None mean the default."""
-        known = {k: v for k, v in params.items() if k in cls.__slots__ and v is not None}
+        """From a request's validated AR parameters; unset and None mean the default.
+
+        Raises:
+            InvalidRequest: a parameter that this sampler has not.
+        """
+        known = {k: v for k, v in params.items() if v is not None and k not in PROMPT_PARAMS}
+        if known.get("n") == 1:
+            del known["n"]
+        if unknown := [k for k in known if k not in cls.__slots__]:
+            allowed = ", ".join([*cls.__slots__, *PROMPT_PARAMS])
+            message = f"the stage's engine (transformers) does not have it; allowed: {allowed}"
+            fields = [{"field": f"parameters.{k}", "message": message} for k in unknown]
+            raise InvalidRequest(f"parameters.{unknown[0]}: {message}", fields=fields)
         if "stop" in known:
-            known["stop"] = tuple(s for s in known["stop"] if s)
+            stop = [known["stop"]] if isinstance(known["stop"], str) else known["stop"]
+            known["stop"] = tuple(s for s in stop if s)
         if "top_k" in known:
             known["top_k"] = max(known["top_k"], 0)
         return cls(**known)

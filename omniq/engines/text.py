@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
+from omniq.engines.base import StageInput
+from omniq.engines.inputs import text_input
 from omniq.errors import ConfigError, InvalidRequest
 
 _INCOMPLETE = "\ufffd"
+#: Inputs that are a text prompt; a request has exactly one.
+PROMPTS = ("prompt", "messages", "token_ids")
 
 
 class PromptEncoder:
@@ -32,19 +38,142 @@ class PromptEncoder:
             InvalidRequest: they leave no room for an answer in ``context`` positions.
         """
         if self._chat:
-            turns = [{"role": "user", "content": prompt}]
-            text = self.tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, tokenize=False
+            return self.encode_chat([{"role": "user", "content": prompt}], context, field="prompt")
+        return self.checked(self.tokenizer(prompt)["input_ids"], context, "prompt")
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        context: int,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+        field: str = "messages",
+    ) -> list[int]:
+        """Token ids of a conversation by the model's chat template.
+
+        Args:
+            messages: as in OpenAI's API.
+            context: positions of the model.
+            tools: functions the model may call, for the template.
+            options: further variables of the template.
+            field: name of the input, for errors.
+
+        Raises:
+            InvalidRequest: the template refuses them, or they leave no room for an answer.
+        """
+        text = self.render_chat(messages, tools=tools, options=options, field=field)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.checked(ids, context, field)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+        field: str = "messages",
+    ) -> str:
+        """The text of a conversation, see :meth:`encode_chat`."""
+        if not self.tokenizer.chat_template:
+            raise _refused(field, "the model has no chat template")
+        check_messages(messages, field)
+        reserved = {"tokenize", "tools", "conversation", "return_dict", "return_tensors"}
+        if wrong := sorted(reserved & set(options or ())):
+            raise _refused("chat_template_kwargs", f"cannot be set: {', '.join(wrong)}")
+        settings = {"add_generation_prompt": True, **(options or {})}
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    [dict(m) for m in messages],
+                    tools=list(tools) if tools else None,
+                    tokenize=False,
+                    **settings,
+                )
             )
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        except (TemplateError, TypeError, ValueError, KeyError) as exc:
+            raise _refused(field, f"the chat template refuses them: {exc}") from exc
+
+    def read(
+        self, inputs: Mapping[str, StageInput], params: Mapping[str, Any], context: int
+    ) -> list[int]:
+        """Token ids of a request's only prompt: ``prompt``, ``messages`` or ``token_ids``.
+
+        Raises:
+            InvalidRequest: naming the input that is missing or wrong.
+        """
+        given = [name for name in PROMPTS if name in inputs]
+        if len(given) != 1:
+            got = ", ".join(inputs) or "nothing"
+            raise _refused("prompt", f"needs exactly one of {', '.join(PROMPTS)}; got: {got}")
+        if given == ["token_ids"]:
+            for unused in ("tools", "chat_template_kwargs"):
+                if params.get(unused):
+                    raise _refused("token_ids", f"{unused} need a prompt or messages")
+            return self.checked(token_ids(inputs, len(self.tokenizer)), context, "token_ids")
+        tools, options = params.get("tools"), params.get("chat_template_kwargs")
+        if given == ["messages"]:
+            messages = inputs["messages"].value
+        elif tools or options:
+            messages = [{"role": "user", "content": text_input(inputs, "prompt")}]
         else:
-            ids = self.tokenizer(prompt)["input_ids"]
+            return self.encode(text_input(inputs, "prompt"), context)
+        return self.encode_chat(messages, context, tools=tools, options=options, field=given[0])
+
+    def checked(self, ids: Sequence[int], context: int, field: str) -> list[int]:
+        """``ids``, if they leave room for an answer in ``context`` positions.
+
+        Raises:
+            InvalidRequest: they do not.
+        """
         if not ids or len(ids) >= context:
-            message = f"must have 1 to {context - 1} tokens for this model, has {len(ids)}"
-            raise InvalidRequest(
-                f"prompt: {message}", fields=[{"field": "input.prompt", "message": message}]
+            raise _refused(
+                field, f"must have 1 to {context - 1} tokens for this model, has {len(ids)}"
             )
         return list(ids)
+
+
+def token_ids(inputs: Mapping[str, StageInput], vocabulary: int) -> list[int]:
+    """The input ``token_ids``: a list, or an integer tensor [n].
+
+    Raises:
+        InvalidRequest: it is neither, or an id is outside of the vocabulary.
+    """
+    given = inputs["token_ids"]
+    ids: Any = given.value
+    if given.tensors:
+        tensor = given.tensor
+        if tensor.ndim != 1 or tensor.is_floating_point():
+            raise _refused("token_ids", f"must be integers [n], is {tensor.dtype} {tensor.shape}")
+        ids = tensor.tolist()
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise _refused("token_ids", "must be a list of integers")
+    if wrong := [i for i in ids if not 0 <= i < vocabulary]:
+        raise _refused(
+            "token_ids", f"{wrong[0]} is outside of the vocabulary, 0 to {vocabulary - 1}"
+        )
+    return ids
+
+
+def check_messages(messages: Any, field: str = "messages") -> None:
+    """Refuse what is no conversation.
+
+    Raises:
+        InvalidRequest: it is no list of messages, each with a role.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise _refused(field, "must be a list of messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise _refused(field, f"message {i} must be an object with a 'role'")
+        if not isinstance(message.get("content"), str | list | None):
+            raise _refused(field, f"'content' of message {i} must be text or a list of parts")
+
+
+def _refused(name: str, message: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{name}: {message}", fields=[{"field": f"input.{name}", "message": message}]
+    )
 
 
 class TextStream:
@@ -63,7 +192,13 @@ class TextStream:
         self._prefix = self._read = 0
         self._decoded = ""
         self._given = 0
-        self.stopped = False
+        #: The stop string that ended the text.
+        self.stop_string: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self.stop_string is not None
 
     @property
     def text(self) -> str:
@@ -100,10 +235,9 @@ class TextStream:
         )
 
     def _release(self, search_from: int, hold: int) -> str:
-        found = [self._decoded.find(s, search_from) for s in self._stop]
-        if hits := [at for at in found if at >= 0]:
-            self.stopped = True
-            end = min(hits)
+        found = [(self._decoded.find(s, search_from), s) for s in self._stop]
+        if hits := [hit for hit in found if hit[0] >= 0]:
+            end, self.stop_string = min(hits)
         else:
             end = max(len(self._decoded) - hold, self._given)
         piece = self._decoded[self._given : end]

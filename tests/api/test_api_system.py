@@ -107,6 +107,8 @@ async def test_workers_are_listed_with_the_store_of_each_edge(
 
 async def test_a_pipeline_is_described_with_its_limits(client: httpx.AsyncClient) -> None:
     (found,) = (await client.get("/v1/pipelines")).json()["pipelines"]
+    kinds = {n: found["parameters"][n]["type"] for n in ("stop", "structured_outputs", "n")}
+    assert kinds == {"stop": "string or array", "structured_outputs": "object", "n": "integer"}
     assert found == (await client.get("/v1/pipelines/tiny-omni")).json()
     assert found["inputs"]["prompt"]["max_length"] == 400
     assert found["outputs"]["image"]["type"] == "image"

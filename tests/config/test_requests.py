@@ -65,6 +65,32 @@ def test_a_missing_seed_is_drawn_once_for_all_stages() -> None:
         (PROMPT, {"seed": 2**63}, "parameters.seed"),
         (PROMPT, {"seed": True}, "parameters.seed"),
         (PROMPT, {"sed": 1}, "parameters.sed"),
+        (PROMPT, {"temperature": 2.5}, "parameters.temperature"),
+        (PROMPT, {"n": 0}, "parameters.n"),
+        (PROMPT, {"n": 2, "temperature": 0.0}, "parameters.n"),
+        (PROMPT, {"min_p": 1.5}, "parameters.min_p"),
+        (PROMPT, {"presence_penalty": -3.0}, "parameters.presence_penalty"),
+        (PROMPT, {"min_tokens": 9, "max_tokens": 8}, "parameters.min_tokens"),
+        (PROMPT, {"min_tokens": 49}, "parameters.min_tokens"),  # max_tokens is 48 by default
+        (PROMPT, {"stop": ""}, "parameters.stop"),
+        (PROMPT, {"stop": ["a"] * 17}, "parameters.stop"),
+        (PROMPT, {"stop_token_ids": [-1]}, "parameters.stop_token_ids"),
+        (PROMPT, {"bad_words": [""]}, "parameters.bad_words"),
+        (PROMPT, {"logit_bias": {"x": 1.0}}, "parameters.logit_bias"),
+        (PROMPT, {"allowed_token_ids": []}, "parameters.allowed_token_ids"),
+        (PROMPT, {"logprobs": -2}, "parameters.logprobs"),
+        (PROMPT, {"structured_outputs": {}}, "parameters.structured_outputs"),
+        (
+            PROMPT,
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "parameters.structured_outputs",
+        ),
+        (
+            PROMPT,
+            {"structured_outputs": {"regex": "a", "colour": 1}},
+            "parameters.structured_outputs",
+        ),
+        (PROMPT, {"ar": {"logit_bias": {"x": 1.0}}}, "parameters.ar.logit_bias"),
         (PROMPT, {"dit": {"width": 0}}, "parameters.dit.width"),
         (PROMPT, {"dit": {"temperature": 1.0}}, "parameters.dit.temperature"),
         (PROMPT, {"dit": 3}, "parameters.dit"),
@@ -72,6 +98,39 @@ def test_a_missing_seed_is_drawn_once_for_all_stages() -> None:
 )
 def test_every_fault_names_its_field(inputs: Any, parameters: Any, field: str) -> None:
     assert set(fields(inputs, parameters)) == {field}
+
+
+def test_faults_inside_an_object_say_where_and_what_is_allowed() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check(PROMPT, {"structured_outputs": {"regex": "a", "colour": 1}})
+    assert caught.value.fields[0]["message"] == "colour: Extra inputs are not permitted"
+    with pytest.raises(InvalidRequest, match="exactly one of json, regex, choice"):
+        check(PROMPT, {"structured_outputs": {"regex": "a", "choice": ["b"]}})
+
+
+def test_parameters_of_vllm_by_its_names() -> None:
+    """What is right goes to the AR stage as it is."""
+    given: dict[str, Any] = {
+        "n": 2,
+        "min_p": 0.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "stop": "x",
+        "stop_token_ids": [3],
+        "ignore_eos": True,
+        "min_tokens": 2,
+        "logprobs": 3,
+        "prompt_logprobs": 1,
+        "logit_bias": {"5": -100},
+        "allowed_token_ids": [1, 2],
+        "bad_words": ["no"],
+        "skip_special_tokens": False,
+        "structured_outputs": {"json": {"type": "object"}},
+        "extra_args": {"x": 1},
+    }
+    complete = check(PROMPT, given)
+    assert complete["ar"].items() >= given.items()
+    assert not set(complete["dit"]) & set(given)
 
 
 def test_all_faults_are_named_together() -> None:

@@ -159,7 +159,9 @@ async def test_without_chat_template_the_prompt_goes_in_as_it_is(model: Path) ->
 
 
 async def test_wrong_inputs_are_named(engine: Any) -> None:
-    with pytest.raises(InvalidRequest, match="'prompt': missing; the stage got: text"):
+    with pytest.raises(
+        InvalidRequest, match="exactly one of prompt, messages, token_ids; got: text"
+    ):
         await ask(engine, GREEDY, text=PROMPT)
     with pytest.raises(InvalidRequest, match="must be text, not int"):
         await ask(engine, GREEDY, prompt=3)

@@ -106,7 +106,7 @@ async def test_cancel_aborts_in_vllm(engine: Any) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert engine._engine.get_num_unfinished_requests() == 0
-    assert not engine._collector._rows
+    assert not len(engine._collector)
     assert seen.steps[-1][0] < 80
     assert (await ask(engine, GREEDY, prompt=PROMPT)).metrics["completion_tokens"] == 24
 

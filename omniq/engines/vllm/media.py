@@ -1,0 +1,132 @@
+"""Images and sound in a request, as vLLM's multimodal models take them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import wave
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from omniq.engines.base import StageInput
+from omniq.errors import InvalidRequest
+
+#: Input names of a stage that carry media, and vLLM's name of the kind.
+INPUTS = {"image": "image", "images": "image", "audio": "audio"}
+DEFAULT_SAMPLE_RATE = 16_000
+
+Media = dict[str, list[Any]]
+
+
+def of_inputs(inputs: Mapping[str, StageInput]) -> Media:
+    """Media that stages before have made.
+
+    Images are uint8 ``[H, W, 3]`` tensors, any number in one input; audio is one float tensor
+    ``[samples]`` with ``{"sample_rate": hertz}`` as the input's value.
+
+    Raises:
+        InvalidRequest: a tensor is nothing of that kind.
+    """
+    found: Media = {}
+    for name, kind in INPUTS.items():
+        for key, tensor in inputs[name].tensors.items() if name in inputs else ():
+            array = tensor.cpu().numpy()
+            if kind == "image":
+                if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
+                    raise bad(name, f"{key!r} must be uint8 [H, W, 3], is {_form(array)}")
+                found.setdefault(kind, []).append(Image.fromarray(array))
+            else:
+                if array.dtype.kind != "f" or array.ndim != 1:
+                    raise bad(name, f"{key!r} must be float [samples], is {_form(array)}")
+                value = inputs[name].value
+                rate = value.get("sample_rate") if isinstance(value, dict) else None
+                found.setdefault(kind, []).append(
+                    (array.astype(np.float32), float(rate or DEFAULT_SAMPLE_RATE))
+                )
+    return found
+
+
+def of_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], Media]:
+    """Chat messages for a chat template, and the media that were in them, in order.
+
+    Content parts are those of OpenAI's API: ``text``, ``image_url`` with a ``data:`` URL, and
+    ``input_audio`` with base64 WAV. Nothing is fetched from a network.
+
+    Raises:
+        InvalidRequest: a part is of another type, or cannot be decoded.
+    """
+    media: Media = {}
+    plain = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            content = [_part(part, media) for part in content]
+            if all(part["type"] == "text" for part in content):  # for templates that know no parts
+                content = "\n".join(part["text"] for part in content)
+        plain.append({**message, "content": content})
+    return plain, media
+
+
+def _part(part: Any, media: Media) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind == "image_url":
+        url = part.get("image_url")
+        url = url.get("url") if isinstance(url, dict) else url
+        media.setdefault("image", []).append(_image(url))
+        return {"type": "image"}
+    if kind == "input_audio":
+        sound = part.get("input_audio")
+        media.setdefault("audio", []).append(_audio(sound if isinstance(sound, dict) else {}))
+        return {"type": "audio"}
+    raise bad(
+        "messages", f"a content part is text, image_url or input_audio, not {str(part)[:80]!r}"
+    )
+
+
+def _image(url: Any) -> Image.Image:
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise bad("messages", "image_url must be a data: URL; nothing is fetched from a network")
+    header, _, data = url.partition(",")
+    if not header.endswith(";base64"):
+        raise bad("messages", "image_url must be base64")
+    try:
+        return Image.open(io.BytesIO(_decoded(data))).convert("RGB")
+    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as exc:
+        raise bad("messages", f"image_url holds no image that can be read: {exc}") from exc
+
+
+def _audio(sound: Mapping[str, Any]) -> tuple[np.ndarray, float]:
+    if sound.get("format") != "wav" or not isinstance(sound.get("data"), str):
+        raise bad("messages", "input_audio needs format 'wav' and base64 data")
+    try:
+        with wave.open(io.BytesIO(_decoded(sound["data"]))) as file:
+            width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
+            samples = np.frombuffer(file.readframes(file.getnframes()), dtype=np.int16)
+    except (wave.Error, EOFError, ValueError) as exc:
+        raise bad("messages", f"input_audio holds no WAV that can be read: {exc}") from exc
+    if width != 2:
+        raise bad("messages", f"input_audio must have 16 bits a sample, has {8 * width}")
+    return samples.reshape(-1, channels).mean(axis=1).astype(np.float32) / 32_768, float(rate)
+
+
+def _decoded(data: str) -> bytes:
+    try:
+        return base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as exc:
+        raise bad("messages", f"not base64: {exc}") from exc
+
+
+def bad(name: str, message: str) -> InvalidRequest:
+    """The error that names one input."""
+    field = f"input.{name}"
+    return InvalidRequest(f"{field}: {message}", fields=[{"field": field, "message": message}])
+
+
+def _form(array: np.ndarray) -> str:
+    return f"{array.dtype} {list(array.shape)}"

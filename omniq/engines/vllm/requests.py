@@ -1,0 +1,135 @@
+"""A stage's inputs as vLLM's engine takes them: text, conversations, ids, embeddings, media."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from omniq.engines.base import StageInput
+from omniq.engines.inputs import tensor_input, text_input
+from omniq.engines.text import PromptEncoder, check_messages
+from omniq.engines.vllm import contract, media
+from omniq.engines.vllm.sampling import refused
+
+#: Inputs that are a prompt; a request has exactly one.
+PROMPTS = ("prompt", "messages", "token_ids", "prompt_embeds")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the loaded model accepts."""
+
+    context: int
+    """Positions."""
+    vocabulary: int
+    hidden: int
+    """Size of an embedding."""
+    dtype: torch.dtype
+    embeds: bool
+    """Whether the engine takes prompt_embeds."""
+    multimodal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request's prompt."""
+
+    name: str
+    """Input it came by."""
+    engine_input: Any
+    """What vLLM's ``generate`` takes."""
+    tokens: int | None
+    """Its length; None until vLLM has put in the media."""
+
+
+class PromptReader:
+    """Reads prompts; on the engine's model thread, as tokenizers are not thread-safe."""
+
+    def __init__(self, encoder: PromptEncoder, limits: ModelLimits) -> None:
+        self._encoder, self._limits = encoder, limits
+
+    def read(self, inputs: Mapping[str, StageInput], params: Mapping[str, Any]) -> Prompt:
+        """The prompt of one request.
+
+        Raises:
+            InvalidRequest: naming the input that is missing or wrong.
+        """
+        given = [name for name in PROMPTS if name in inputs]
+        if len(given) != 1:
+            got = ", ".join(inputs) or "nothing"
+            raise media.bad(
+                "prompt", f"the stage needs exactly one of {', '.join(PROMPTS)}; it got: {got}"
+            )
+        name = given[0]
+        found = media.of_inputs(inputs)
+        if name == "messages" or found:
+            return self._conversation(name, inputs, params, found)
+        if name == "prompt_embeds":
+            for unused in ("tools", "chat_template_kwargs"):
+                if params.get(unused):
+                    raise refused(unused, f"{name} does not pass through a chat template")
+            return self._embeds(inputs)
+        return _tokens(name, self._encoder.read(inputs, params, self._limits.context))
+
+    def _conversation(
+        self,
+        name: str,
+        inputs: Mapping[str, StageInput],
+        params: Mapping[str, Any],
+        found: media.Media,
+    ) -> Prompt:
+        if name not in ("prompt", "messages"):
+            raise media.bad(name, "media need a prompt or messages to belong to")
+        messages: Any = inputs["messages"].value if name == "messages" else None
+        if name == "prompt":
+            messages = [{"role": "user", "content": text_input(inputs, name)}]
+        check_messages(messages, name)
+        plain, inside = media.of_messages(messages)
+        if found:  # what stages before made belongs to the last turn
+            plain[-1] = {**plain[-1], "content": _with_media(plain[-1].get("content"), found)}
+        for kind, items in found.items():
+            inside.setdefault(kind, []).extend(items)
+        tools, options = params.get("tools"), params.get("chat_template_kwargs")
+        if not inside:
+            ids = self._encoder.encode_chat(
+                plain, self._limits.context, tools=tools, options=options, field=name
+            )
+            return _tokens(name, ids)
+        if not self._limits.multimodal:
+            raise media.bad(name, f"this model takes no {' or '.join(inside)}")
+        text = self._encoder.render_chat(plain, tools=tools, options=options, field=name)
+        return Prompt(name, {"prompt": text, "multi_modal_data": inside}, None)
+
+    def _embeds(self, inputs: Mapping[str, StageInput]) -> Prompt:
+        limits = self._limits
+        tensor = tensor_input(inputs, "prompt_embeds")
+        if not limits.embeds:
+            raise media.bad(
+                "prompt_embeds",
+                "the stage does not take them; set engine_args {enable_prompt_embeds: true}",
+            )
+        if tensor.ndim == 3 and tensor.shape[0] == 1:
+            tensor = tensor[0]
+        if tensor.ndim != 2 or tensor.shape[1] != limits.hidden:
+            raise media.bad(
+                "prompt_embeds", f"must be [tokens, {limits.hidden}], is {_form(tensor)}"
+            )
+        self._encoder.checked(range(len(tensor)), limits.context, "prompt_embeds")
+        made = contract.names().embeds_input(tensor.to("cpu", limits.dtype))
+        return Prompt("prompt_embeds", made, len(tensor))
+
+
+def _tokens(name: str, ids: list[int]) -> Prompt:
+    return Prompt(name, contract.names().tokens_input(ids), len(ids))
+
+
+def _with_media(content: Any, found: media.Media) -> list[dict[str, Any]]:
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    return [{"type": kind} for kind, items in found.items() for _ in items] + parts
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"

@@ -1,0 +1,103 @@
+"""A request's parameters as vLLM's ``SamplingParams``, and vLLM's refusals as omniq's errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from omniq.config.params import ARParams
+from omniq.engines.vllm import contract
+from omniq.errors import InvalidRequest
+
+#: Parameters of an AR stage that are not fields of ``SamplingParams``.
+NOT_SAMPLING = frozenset({"tools", "chat_template_kwargs", "lora", "dimensions", "use_activation"})
+#: Those of pooling stages.
+POOLING = frozenset({"lora", "dimensions", "use_activation"})
+
+
+def sampling_params(
+    params: Mapping[str, Any], defaults: Mapping[str, Any], budget: int, **more: Any
+) -> Any:
+    """vLLM's ``SamplingParams``.
+
+    Args:
+        params: the request's validated parameters; None means unset.
+        defaults: of the model's generation config, for what is unset.
+        budget: new tokens at most; what the context has room for.
+        more: fields that omniq sets itself.
+
+    Raises:
+        InvalidRequest: vLLM refuses one, or does not know it in this version.
+    """
+    v = contract.names()
+    given = {k: x for k, x in params.items() if x is not None and k not in NOT_SAMPLING}
+    if "logit_bias" in given:
+        given["logit_bias"] = {int(k): float(x) for k, x in given["logit_bias"].items()}
+    known = v.SamplingParams.__struct_fields__
+    for name in given:
+        if name not in known:
+            raise refused(name, "the stage's vLLM version does not have it")
+    for name in ("dimensions", "use_activation"):
+        if params.get(name) is not None:
+            raise refused(name, "only stages of pooling models take it")
+    try:
+        if "structured_outputs" in given:
+            asked = given["structured_outputs"]
+            given["structured_outputs"] = v.StructuredOutputsParams(**asked)
+        if "repetition_detection" in given:
+            asked = given["repetition_detection"]
+            given["repetition_detection"] = v.RepetitionDetectionParams(**asked)
+        fields = {**defaults, **given}
+        fields["max_tokens"] = min(fields.get("max_tokens") or budget, budget)
+        # More than there is room for is as much as there is room for.
+        fields["min_tokens"] = min(fields.get("min_tokens") or 0, fields["max_tokens"])
+        return v.SamplingParams(**fields, output_kind=v.RequestOutputKind.DELTA, **more)
+    except (v.VLLMValidationError, ValueError, TypeError) as exc:
+        raise refusal(exc) from exc
+
+
+def pooling_params(params: Mapping[str, Any], task: str) -> Any:
+    """vLLM's ``PoolingParams``.
+
+    Raises:
+        InvalidRequest: a parameter that pooling has not, or that vLLM refuses.
+    """
+    given = {k: x for k, x in params.items() if x is not None}
+    for name in given:
+        if name not in POOLING:
+            allowed = ", ".join(sorted(POOLING))
+            raise refused(name, f"a pooling stage does not take it; allowed: {allowed}")
+    given.pop("lora", None)
+    v = contract.names()
+    try:
+        return v.PoolingParams(task=task, **given)
+    except (v.VLLMValidationError, ValueError, TypeError) as exc:
+        raise refusal(exc) from exc
+
+
+def refused(parameter: str, message: str) -> InvalidRequest:
+    """The error that names one parameter."""
+    field = f"parameters.{parameter}"
+    return InvalidRequest(f"{field}: {message}", fields=[{"field": field, "message": message}])
+
+
+def refusal(exc: Exception, *, prompt: str = "prompt") -> InvalidRequest:
+    """What vLLM refused, as omniq's error naming the parameter.
+
+    vLLM names it in ``VLLMValidationError.parameter``, or only in the text; what names none is
+    about the prompt, ``input.<prompt>``.
+    """
+    message = str(exc)
+    name = getattr(exc, "parameter", None)
+    if name not in ARParams.model_fields:
+        words = re.findall(r"[a-z_]+", message)
+        name = next((w for w in words if w in ARParams.model_fields and len(w) > 1), None)
+    if name is not None:
+        return refused(name, message)
+    if re.search(r"structured|grammar|schema|regex", message, re.IGNORECASE):
+        return refused("structured_outputs", message)
+    if message.startswith("n must"):
+        return refused("n", message)
+    field = f"input.{prompt}"
+    return InvalidRequest(f"{field}: {message}", fields=[{"field": field, "message": message}])
