@@ -31,7 +31,7 @@ class OutputView(BaseModel):
 class ParameterView(BaseModel):
     """One request parameter, with what every stage that takes it allows."""
 
-    type: str = Field(description="JSON type.")
+    type: str = Field(description="JSON type; one of several with | between them.")
     description: str = ""
     stages: list[str] = Field(description="Stages that take it.")
     default: Any = Field(None, description="Null: none, or the stages' defaults differ.")
@@ -156,11 +156,12 @@ def _parameters(stages: list[OmniStageConfig]) -> dict[str, ParameterView]:
 
 def _parameter(stage: OmniStageConfig, name: str, schema: dict[str, Any]) -> ParameterView:
     """One stage's parameter: the engine type's bounds, narrowed by the stage's limits."""
-    # Every parameter is optional, so its schema is "this type or null".
-    bounds = next(b for b in schema.get("anyOf", [schema]) if b.get("type") != "null")
+    # Every parameter is optional, so its schema is "this type, or these, or null".
+    forms = [b for b in schema.get("anyOf", [schema]) if b.get("type") != "null"]
+    bounds = forms[0]
     limit = stage.limits.get(name, Limit())
     return ParameterView(
-        type=bounds["type"],
+        type="|".join(form.get("type", "object") for form in forms),  # a $ref is an object
         description=schema.get("description", ""),
         stages=[stage.stage_id],
         default=stage.defaults.get(name),
