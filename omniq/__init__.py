@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from omniq.outputs import MultimodalOutputProcessor
     from omniq.request_output import OmniRequestOutput
     from omniq.runtime.local import LocalSystem
+    from omniq.serve.command import OmniServeCommand
+    from omniq.vllm_plugin import OmniPlugin
 
 __all__ = [
     "AsyncOmniLLM",
@@ -34,7 +36,9 @@ __all__ = [
     "LocalSystem",
     "MultimodalOutputProcessor",
     "OmniLLM",
+    "OmniPlugin",
     "OmniRequestOutput",
+    "OmniServeCommand",
     "OmniStageConfig",
     "OmniqError",
     "PipelineConfig",
@@ -51,7 +55,9 @@ _HOMES = {
     "LocalSystem": "omniq.runtime.local",
     "MultimodalOutputProcessor": "omniq.outputs",
     "OmniLLM": "omniq.client",
+    "OmniPlugin": "omniq.vllm_plugin",
     "OmniRequestOutput": "omniq.request_output",
+    "OmniServeCommand": "omniq.serve.command",
     "OmniStageConfig": "omniq.config",
     "OmniqError": "omniq.errors",
     "PipelineConfig": "omniq.config",
