@@ -39,7 +39,7 @@ def version(name):
     try:
         return known(name)
     except metadata.PackageNotFoundError:
-        return known(f"{name}-cpu")
+        return known(f"{name}-cpu") + "+cpu"
 metadata.version = version
 from vllm.entrypoints.cli.main import main
 main()
