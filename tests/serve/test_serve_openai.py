@@ -308,7 +308,6 @@ def test_the_pipeline_is_a_pipeline_like_any_other(system: Served) -> None:
     assert wrong["errors"][0]["field"] == "input.messages"
 
 
-def test_ctrl_c_leaves_nothing(model: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "omniq", "serve", str(model), "--engine", "transformers"]
-    with served(tmp_path, *command) as running:
-        assert not running.stop()
+def test_ctrl_c_leaves_nothing(system: Served) -> None:
+    """The last test of this file: it ends the system."""
+    assert not system.stop()
