@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from omniq.outputs import MultimodalOutputProcessor
     from omniq.request_output import OmniRequestOutput
     from omniq.runtime.local import LocalSystem
+    from omniq.serve.command import OmniServeCommand
+    from omniq.vllm_plugin import OmniPlugin
 
 __all__ = [
     "AsyncOmniLLM",
@@ -40,7 +42,9 @@ __all__ = [
     "OmniDiffusionModelRunner",
     "OmniDiffusionScheduler",
     "OmniLLM",
+    "OmniPlugin",
     "OmniRequestOutput",
+    "OmniServeCommand",
     "OmniStageConfig",
     "OmniqError",
     "PipelineConfig",
@@ -60,7 +64,9 @@ _HOMES = {
     "OmniDiffusionModelRunner": "omniq.engines.diffusion.runner",
     "OmniDiffusionScheduler": "omniq.engines.diffusion.scheduler",
     "OmniLLM": "omniq.client",
+    "OmniPlugin": "omniq.vllm_plugin",
     "OmniRequestOutput": "omniq.request_output",
+    "OmniServeCommand": "omniq.serve.command",
     "OmniStageConfig": "omniq.config",
     "OmniqError": "omniq.errors",
     "PipelineConfig": "omniq.config",

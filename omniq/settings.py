@@ -48,6 +48,16 @@ class Settings(BaseSettings):
 
     api_host: str = Field("127.0.0.1", description="Address the API listens on.")
     api_port: int = Field(8000, ge=1, le=65535, description="Port the API listens on.")
+    api_keys: list[str] = Field(
+        default_factory=list,
+        description="Keys of which clients must send one as 'Authorization: Bearer KEY' to every "
+        "route below /v1 (JSON list); empty: none is asked for.",
+    )
+    served_models: dict[str, str] = Field(
+        default_factory=dict,
+        description="More model names of the OpenAI-compatible routes, and the pipeline each means "
+        "(JSON object); pipeline names are model names anyway.",
+    )
     max_prompt_chars: int = Field(
         100_000, gt=0, description="Longest text input that any pipeline accepts."
     )

@@ -13,7 +13,9 @@ from starlette.responses import RedirectResponse
 import omniq
 from omniq.settings import get_settings
 from omniq_api import openapi, problems
+from omniq_api.keys import ApiKeyMiddleware
 from omniq_api.limits import BodyLimitMiddleware
+from omniq_api.openai_compat import routes as openai_routes
 from omniq_api.routes import artifacts, generate, health, jobs, pipelines
 from omniq_api.services import open_services
 
@@ -21,11 +23,13 @@ DESCRIPTION = """
 Submit a job to a pipeline, then poll, await or watch it, and fetch what it made. Or do all of it
 in one call with `POST /v1/generate`.
 
-Errors are problem details (RFC 9457) with a stable `code` and every faulty field in `errors`.
+Errors are problem details (RFC 9457) with a stable `code` and every faulty field in `errors`;
+those of the OpenAI-compatible routes have OpenAI's form.
 Times are Unix seconds.
 """
 TAGS = [
     {"name": "generate", "description": "One call from prompt to result."},
+    {"name": "openai", "description": "Language models, for clients of OpenAI's API."},
     {"name": "jobs", "description": "Durable requests and their results."},
     {"name": "pipelines", "description": "What can be asked for."},
     {"name": "system", "description": "Health, readiness, workers."},
@@ -58,14 +62,17 @@ def create_app() -> FastAPI:
     )
     app.state.stopping = asyncio.Event()
     app.include_router(jobs.submission)  # first: routes are tried in this order
-    for module in (generate, jobs, artifacts, pipelines, health):
+    for module in (openai_routes, generate, jobs, artifacts, pipelines, health):
         app.include_router(module.router)
 
     @app.get("/", include_in_schema=False)
     async def index() -> RedirectResponse:
         return RedirectResponse("docs")
 
-    app.add_middleware(BodyLimitMiddleware, limit=get_settings().max_body_bytes)
+    settings = get_settings()
+    app.add_middleware(BodyLimitMiddleware, limit=settings.max_body_bytes)
+    if settings.api_keys:
+        app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys)
     problems.install(app)
     openapi.install(app)
     return app

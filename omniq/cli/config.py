@@ -41,6 +41,7 @@ def settings_table(*, show_secrets: bool = False) -> list[dict[str, Any]]:
         values["flower_auth"] = settings.flower_auth and (
             settings.flower_auth.partition(":")[0] + ":***"
         )
+        values["api_keys"] = ["***"] * len(settings.api_keys)
     defaults = {
         name: field.get_default(call_default_factory=True)
         for name, field in Settings.model_fields.items()
@@ -74,4 +75,4 @@ def configuration_page() -> str:
 
 
 def _plain(value: object) -> bool:
-    return value is None or isinstance(value, str | int | float | bool | list)
+    return value is None or isinstance(value, str | int | float | bool | list | dict)

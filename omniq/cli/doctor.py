@@ -11,8 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 import click
 
 from omniq import __version__
+from omniq.compat import real_vllm_omni
 from omniq.config import get_pipeline
-from omniq.engines.registry import AUTO, resolve
+from omniq.engines.registry import AUTO, reason, resolve, vllm_installed
 from omniq.errors import OmniqError
 from omniq.runtime.broker import server_binary
 from omniq.runtime.external import check_server
@@ -39,7 +40,7 @@ SMALL_SHM = 256 << 20
 def doctor() -> None:
     """Check Python, packages, broker, shared memory, devices; exit code 1 if omniq cannot run."""
     broken = False
-    for check in (_python, _packages, _broker, _shared_memory, _devices, _engines):
+    for check in (_python, _packages, _broker, _shared_memory, _devices, _engines, _vllm_omni):
         for level, text in check():
             broken |= level == BAD
             click.secho(f"{level:>4}  {text}", fg={OK: None, WARN: "yellow", BAD: "red"}[level])
@@ -115,7 +116,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _engines() -> Iterator[Finding]:
-    """Which engine each stage of the default pipeline gets here."""
+    """Which engine each stage of the default pipeline gets here, which one AR stages get, why."""
     device = _device()
     pipeline = get_pipeline(get_settings().default_pipeline)
     for stage in pipeline.stages:
@@ -125,9 +126,24 @@ def _engines() -> Iterator[Finding]:
         except OmniqError as exc:
             yield BAD, f"{where}: {exc.message}"
             continue
-        why = "chosen for this device" if stage.engine == AUTO else "as configured"
+        why = reason(stage.engine_type, device) if stage.engine == AUTO else "as configured"
         missing = spec.missing()
         yield BAD if missing else OK, f"{where}: engine {spec.name} ({missing or why})"
+    served = "vllm" if vllm_installed() else "transformers"
+    why = "vLLM is installed" if vllm_installed() else "vLLM is not installed (omniq[vllm])"
+    yield OK, f"`omniq serve` of a language model: engine {served} ({why})"
+
+
+def _vllm_omni() -> Iterator[Finding]:
+    """Who answers `vllm serve --omni`."""
+    if (found := real_vllm_omni()) is not None:
+        yield (
+            WARN,
+            f"vllm-omni {found} is installed: `vllm serve --omni` and `vllm-omni` are its; "
+            "omniq's command is `omniq serve`",
+        )
+    elif vllm_installed():
+        yield OK, "`vllm serve MODEL --omni` and `vllm-omni serve MODEL` are `omniq serve MODEL`"
 
 
 def _device() -> str:

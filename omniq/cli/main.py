@@ -15,6 +15,7 @@ from omniq import __version__
 
 COMMANDS = {
     "up": ("omniq.cli.system", "Start broker, API, Flower and all workers; stop with Ctrl-C."),
+    "serve": ("omniq.cli.serve", "Serve a model: broker, API and workers, with vLLM's flags."),
     "generate": ("omniq.cli.generate", "Make one output from a prompt and save it."),
     "jobs": ("omniq.cli.jobs", "List, show, watch and cancel jobs."),
     "inspect": ("omniq.cli.inspect", "Workers, queues and blob stores of the running system."),

@@ -10,11 +10,13 @@ import socket
 import sys
 import time
 from types import FrameType
+from typing import Any
 
 import click
 
 from omniq.cli.options import pipeline_option
 from omniq.config import Modality, PipelineConfig, get_pipeline
+from omniq.config.served import openai_model
 from omniq.errors import NotReady
 from omniq.runtime import ready as runtime_ready
 from omniq.settings import get_settings
@@ -45,7 +47,8 @@ def wait_ready(pipeline: str, timeout: float | None) -> None:
 
 @click.command()
 @pipeline_option
-def banner(pipeline: str) -> None:
+@click.option("--flower/--no-flower", default=True, help="Whether Flower is expected to run.")
+def banner(pipeline: str, flower: bool) -> None:
     """Wait until ready, say where everything listens, then stay (for Procfiles)."""
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, _leave)
@@ -54,8 +57,8 @@ def banner(pipeline: str) -> None:
     settings = get_settings()
     if not _listens(_reachable(settings.api_host), settings.api_port, settings.ready_timeout):
         raise NotReady(f"the API does not listen on {settings.api_host}:{settings.api_port}")
-    flower = _listens("127.0.0.1", settings.flower_port, FLOWER_WAIT)
-    click.echo(banner_text(config, flower=flower))
+    answers = flower and _listens("127.0.0.1", settings.flower_port, FLOWER_WAIT)
+    click.echo(banner_text(config, flower=answers if flower else None))
     sys.stdout.flush()
     while True:  # honcho stops everything when one of its processes ends
         signal.pause()
@@ -84,28 +87,40 @@ def _listens(host: str, port: int, seconds: float) -> bool:
             return True
 
 
-def banner_text(config: PipelineConfig, *, flower: bool = True) -> str:
-    """Addresses, and one request to paste that ends with a file on disk."""
+def banner_text(config: PipelineConfig, *, flower: bool | None = True) -> str:
+    """Addresses, and one request to paste that ends with a file on disk or an answer.
+
+    ``flower``: whether it answers; None: it is no part of this system.
+    """
     settings = get_settings()
     api = f"http://{_reachable(settings.api_host)}:{settings.api_port}"
-    user, _, password = (settings.flower_auth or "").partition(":")
-    login = f"user {user}, password {password}" if password else "login: see flower's first line"
-    address = f"http://127.0.0.1:{settings.flower_port}  ({login})"
-    body = json.dumps(
-        {"pipeline": config.name, "input": {next(iter(config.inputs)): EXAMPLE_PROMPT}}
-    )
-    makes_image = any(o.type is Modality.IMAGE for o in config.outputs.values())
-    target = " -o out.png" if makes_image else ""
+    lines = ["", f"{config.name} is ready.", f"  API     {api}", f"  Docs    {api}/docs"]
+    if (chat := openai_model(config)) is not None:
+        lines.append(f"  OpenAI  {api}/v1  (model {chat})")
+    if flower is not None:
+        user, _, password = (settings.flower_auth or "").partition(":")
+        login = f"user {user}, password {password}" if password else "login: see flower's 1st line"
+        address = f"http://127.0.0.1:{settings.flower_port}  ({login})"
+        lines.append(f"  Flower  {address if flower else 'does not answer'}")
+    if chat is not None and "messages" in config.inputs:
+        route, target = "chat/completions", ""
+        body: dict[str, Any] = {
+            "model": chat,
+            "messages": [{"role": "user", "content": "Say hello."}],
+            "max_tokens": 32,
+        }
+    else:
+        route = "generate"
+        body = {"pipeline": config.name, "input": {next(iter(config.inputs)): EXAMPLE_PROMPT}}
+        makes_image = any(o.type is Modality.IMAGE for o in config.outputs.values())
+        target = " -o out.png" if makes_image else ""
+    key = " -H 'authorization: Bearer KEY'" if settings.api_keys else ""
     return "\n".join(
         [
-            "",
-            f"{config.name} is ready.",
-            f"  API     {api}",
-            f"  Docs    {api}/docs",
-            f"  Flower  {address if flower else 'does not answer'}",
+            *lines,
             "Try:",
-            f"  curl -sS --fail-with-body {api}/v1/generate -H 'content-type: application/json' "
-            f"-d {shlex.quote(body)}{target}",
+            f"  curl -sS --fail-with-body {api}/v1/{route} -H 'content-type: application/json'"
+            f"{key} -d {shlex.quote(json.dumps(body))}{target}",
             "",
         ]
     )

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-import shlex
-import signal
 import sys
 from importlib.util import find_spec
-from typing import Any
 
 import click
 
@@ -18,8 +15,8 @@ from omniq.errors import ConfigError
 from omniq.runtime.broker import run_broker
 from omniq.runtime.external import CONNECT_TIMEOUT, wait_for_server
 from omniq.runtime.machine import cpu_count
-from omniq.runtime.parent import die_with_parent
 from omniq.runtime.processes import all_processes, procfile
+from omniq.runtime.supervise import require, supervise
 from omniq.settings import get_settings
 
 FLOWER_MAX_TASKS = 10_000
@@ -39,37 +36,10 @@ def up(pipeline: str, print_procfile: bool) -> None:
     if print_procfile:
         click.echo(procfile(config), nl=False)
         return
-    for module in ("honcho", "flower"):
-        if find_spec(module) is None:
-            raise ConfigError(
-                f"`omniq up` needs {module}, which is not installed",
-                hint="install the extra omniq[monitor]",
-            )
-    from honcho.manager import Manager  # noqa: PLC0415 - an optional extra
-
+    require("honcho", "flower", user="omniq up")
     # One password for Flower and for the banner that tells it.
     os.environ.setdefault("OMNIQ_FLOWER_AUTH", new_flower_auth())
-    manager = Manager()
-    manager._process_ctor = _bound_process()
-    python = shlex.quote(sys.executable)
-    for process in all_processes(config):
-        # Parent 0: whoever it is; honcho forks a watcher for each process, whose pid is unknown.
-        command = f"exec {python} -m omniq --parent 0 {shlex.join(process.args)}"
-        manager.add_process(process.name, command, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    manager.loop()
-    sys.exit(manager.returncode)
-
-
-def _bound_process() -> type[Any]:
-    """honcho's process whose watcher dies with ``omniq up`` itself, even by SIGKILL."""
-    from honcho.process import Process  # noqa: PLC0415
-
-    class BoundProcess(Process):
-        def run(self, events: Any = None, ignore_signals: bool = False) -> None:
-            die_with_parent(signal.SIGKILL)
-            super().run(events, ignore_signals)
-
-    return BoundProcess
+    sys.exit(supervise(all_processes(config), os.environ))
 
 
 @click.command()

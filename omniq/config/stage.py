@@ -40,6 +40,7 @@ class Modality(StrEnum):
     LATENTS = "latents"
     HIDDEN_STATES = "hidden_states"
     POOLING = "pooling"
+    JSON = "json"
 
 
 class Limit(ConfigModel):

@@ -1,7 +1,9 @@
-"""AR engine on Hugging Face transformers: runs everywhere, one sequence a forward."""
+"""AR engine on Hugging Face transformers: runs everywhere, one forward a step for all in flight."""
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +13,7 @@ import torch
 
 from omniq.config import Modality
 from omniq.engines.base import Emit, Engine, NullEmit, StageInput, StageOutput, StageRequest
+from omniq.engines.batch_cache import BatchCache, can_batch
 from omniq.engines.faults import engine_faults
 from omniq.engines.loading import (
     check_engine_args,
@@ -21,43 +24,76 @@ from omniq.engines.loading import (
 )
 from omniq.engines.sampling import Sampler, Sampling
 from omniq.engines.text import PromptEncoder, TextStream
+from omniq.errors import ConfigError, OmniqError
 
-ENGINE_ARGS = frozenset({"chat_template", "attn_implementation", "max_model_len"})
+ENGINE_ARGS = frozenset(
+    {"chat_template", "attn_implementation", "generation_config", "max_model_len"}
+)
+#: Names in a generation config that are sampling parameters, as vLLM takes them from there.
+RECOMMENDED = {
+    "repetition_penalty": "repetition_penalty",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "max_new_tokens": "max_tokens",
+}
 WARMUP_TOKENS = 4
 
 
-@dataclass(slots=True)
-class _Generation:
-    """One request in progress."""
+@dataclass(eq=False, slots=True)
+class _Sequence:
+    """One answer in progress: a row of the batch."""
 
-    prompt_tokens: int
     budget: int
     sampler: Sampler
     stream: TextStream
-    cache: Any
-    want_hidden: bool
     tokens: list[int] = field(default_factory=list)
     rows: list[torch.Tensor] = field(default_factory=list)  # each CPU [1, hidden]
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Generation:
+    """One request in progress."""
+
+    prompt_ids: list[int]
+    sampling: Sampling
+    sequences: list[_Sequence]
+    emit: Emit
+    done: asyncio.Future[None]
     started: float = field(default_factory=time.perf_counter)
     first_token: float = 0.0
+    unwanted: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether every answer has ended."""
+        return all(s.finish_reason is not None for s in self.sequences)
 
 
 class TransformersAREngine(Engine):
     """Autoregressive generation with a KV cache and seeded sampling.
 
-    Input: one of ``prompt`` (text), ``messages`` (a conversation) and ``token_ids``. Outputs:
-    values ``text``, ``finish_reason`` (``stop`` or ``length``) and ``usage``; tensors ``token_ids``
-    (int64 [n]) and, when the stage's output modalities contain ``hidden_states``, ``hidden_states``
-    ([n, hidden] in the model's dtype): row i is the last hidden state behind the final norm at the
-    position whose logits gave generated token i. Row 0
-    therefore belongs to the last prompt token; an end token has its row but is never fed itself.
+    Inputs, one of: ``prompt`` (text), ``messages`` (a conversation, as in OpenAI's API),
+    ``token_ids`` (list of int). Outputs: values ``text`` and ``finish_reason`` (``stop`` or
+    ``length``) of the first answer, and ``choices``, one object for each answer (parameter ``n``);
+    tensors ``token_ids`` (int64 [tokens]) and, when the stage's output modalities contain
+    ``hidden_states``, ``hidden_states`` ([tokens, hidden] in the model's dtype), both of the first
+    answer: row i is the last hidden state behind the final norm at the position whose logits gave
+    generated token i. Row 0 therefore belongs to the last prompt token; an end token has its row
+    but is never fed itself.
 
-    Every decode step is one call on the model thread, whose queue is first in, first out: requests
-    in flight take turns token by token, and each one's result is independent of the others.
+    A step is one call on the model thread: the prompt of one new request, then one token for every
+    request in flight by one forward pass. Each one's result is independent of the others. A model
+    whose cache is no plain one (windows, recurrent states) has a pass for each request instead.
 
     Engine arguments: ``chat_template`` (default true: the prompt is a user turn in the tokenizer's
-    chat template), ``attn_implementation``, ``max_model_len`` (tokens; below the model's own).
+    chat template), ``attn_implementation``, ``max_model_len`` (tokens; below the model's own),
+    ``generation_config`` (``auto``: parameters that a request leaves open are those that the model
+    recommends; ``vllm``: they are vLLM's defaults).
     """
 
     name = "transformers"
@@ -68,6 +104,11 @@ class TransformersAREngine(Engine):
         Raises:
             ConfigError: folder, tokenizer or engine arguments are wrong.
         """
+        self._waiting: list[_Generation] = []
+        self._running: list[tuple[_Generation, _Sequence]] = []
+        self._batch: BatchCache | None = None
+        self._apart: dict[_Sequence, Any] = {}
+        self._steps: asyncio.Task[None] | None = None
         await self.in_thread(self._load)
 
     def _load(self) -> None:
@@ -90,7 +131,23 @@ class TransformersAREngine(Engine):
         if (limit := args.get("max_model_len")) is not None:
             self._context = min(self._context, int(limit))
         self._end_ids = _end_ids(model, self._encoder.tokenizer)
+        self._recommended = self._recommendations(model, args.get("generation_config", "auto"))
         self._want_hidden = Modality.HIDDEN_STATES in self.stage.output_modalities
+
+    def _recommendations(self, model: Any, source: str) -> dict[str, Any]:
+        if source not in ("auto", "vllm"):
+            raise ConfigError(
+                f"stage {self.stage.stage_id!r}: engine_args.generation_config: {source!r} is not "
+                "allowed; allowed: auto, vllm"
+            )
+        if source == "vllm":
+            return {}
+        found = model.generation_config.to_diff_dict()
+        return {
+            ours: found[theirs]
+            for theirs, ours in RECOMMENDED.items()
+            if found.get(theirs) is not None
+        }
 
     async def warmup(self) -> None:
         """Generate a few tokens."""
@@ -101,68 +158,230 @@ class TransformersAREngine(Engine):
         self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit
     ) -> StageOutput:
         """Generate until an end token, a stop string, ``max_tokens`` or the context's end."""
-        generation, piece = await self.in_thread(self._prefill, inputs, request.params)
-        _tell(emit, generation, piece)
-        while generation.finish_reason is None:
-            piece = await self.in_thread(self._decode, generation)
-            _tell(emit, generation, piece)
-        return _output(generation)
+        ids = await self.in_thread(self._encoder.read, inputs, request.params, self._context)
+        generation = self._generation(ids, request.params, emit)
+        self._waiting.append(generation)
+        if self._steps is None or self._steps.done():
+            self._steps = asyncio.create_task(self._step_on())
+        try:
+            await generation.done
+        finally:
+            generation.unwanted = True
+        return self._output(generation)
 
     async def unload(self) -> None:
         """Free the model."""
+        if self._steps is not None:
+            await asyncio.wait({self._steps})
         await super().unload()
         self._model = None
 
+    # -- one request -------------------------------------------------------------------------
+
+    def _generation(self, ids: list[int], params: Mapping[str, Any], emit: Emit) -> _Generation:
+        given = {k: v for k, v in params.items() if v is not None}
+        sampling = Sampling.from_params({**self._recommended, **given})
+        room = self._context - len(ids)
+        ends = () if sampling.ignore_eos else self._end_ids
+        sequences = [
+            _Sequence(
+                budget=min(sampling.max_tokens or room, room),
+                sampler=Sampler(sampling, ids, end_ids=ends, index=i),
+                stream=TextStream(self._encoder.tokenizer, sampling.stop),
+            )
+            for i in range(sampling.n)
+        ]
+        done = asyncio.get_running_loop().create_future()
+        return _Generation(ids, sampling, sequences, emit, done)
+
+    # -- steps -------------------------------------------------------------------------------
+
+    async def _step_on(self) -> None:
+        """Step while anything is in flight; a step that fails ends every request it was for."""
+        while self._waiting or self._running:
+            try:
+                ended = await self.in_thread(self._step)
+            except Exception as exc:  # each request raises it where it is waited for
+                for generation in self._let_go():
+                    _end(generation, exc)
+                continue
+            for generation, fault in ended:
+                _end(generation, fault)
+
+    def _let_go(self) -> set[_Generation]:
+        """Forget everything that was in the step."""
+        gone = {generation for generation, _ in self._running}
+        self._running, self._batch, self._apart = [], None, {}
+        return gone
+
     @torch.no_grad()
-    def _prefill(
-        self, inputs: Mapping[str, StageInput], params: Mapping[str, Any]
-    ) -> tuple[_Generation, str]:
+    def _step(self) -> list[tuple[_Generation, Exception | None]]:
+        """One new prompt, then a token for all; returns who has ended, and how."""
+        ended: list[tuple[_Generation, Exception | None]] = []
+        self._drop_ended()
+        while self._waiting:
+            generation = self._waiting.pop(0)
+            if generation.unwanted:
+                continue
+            try:
+                self._prefill(generation)
+            except Exception as exc:  # this request's own; the others go on
+                ended.append((generation, exc))
+            else:
+                if generation.finished:
+                    ended.append((generation, None))
+            break
+        self._drop_ended()
+        if self._running:
+            with engine_faults(f"stage {self.stage.stage_id!r}"):
+                ended += self._decode()
+            ended += [(g, None) for g in {g for g, _ in self._running} if g.finished]
+        return ended
+
+    def _drop_ended(self) -> None:
+        """Take rows out that have ended or that nobody wants any more."""
+        kept = [
+            i
+            for i, (g, s) in enumerate(self._running)
+            if s.finish_reason is None and not g.unwanted
+        ]
+        if len(kept) == len(self._running):
+            return
+        self._running = [self._running[i] for i in kept]
+        if self._batch is not None:
+            if kept:
+                self._batch.keep(kept)
+            else:
+                self._batch = None
+        rows = {s for _, s in self._running}
+        self._apart = {s: cache for s, cache in self._apart.items() if s in rows}
+
+    def _prefill(self, generation: _Generation) -> None:
+        """The prompt and the first token of each answer."""
         from transformers import DynamicCache  # noqa: PLC0415 - slow import, done by load
 
         with engine_faults(f"stage {self.stage.stage_id!r}"):
-            ids = self._encoder.read(inputs, params, self._context)
-            sampling = Sampling.from_params(params)
-            room = self._context - len(ids)
-            generation = _Generation(
-                prompt_tokens=len(ids),
-                budget=min(sampling.max_tokens or room, room),
-                sampler=Sampler(sampling, ids),
-                stream=TextStream(self._encoder.tokenizer, sampling.stop),
-                cache=DynamicCache(config=self._model.config),
-                want_hidden=self._want_hidden,
-            )
-            piece = self._forward(generation, ids)
+            cache = DynamicCache(config=self._model.config)
+            out = self._forward(torch.tensor([generation.prompt_ids], device=self.device), cache)
+            for sequence in generation.sequences:
+                self._take(generation, sequence, out, 0)
             generation.first_token = time.perf_counter() - generation.started
-            return generation, piece
+            left = [s for s in generation.sequences if s.finish_reason is None]
+            if not left:
+                return
+            if not can_batch(cache):
+                for sequence in left:
+                    self._apart[sequence] = copy.deepcopy(cache)
+            else:
+                batch = BatchCache(cache, len(generation.prompt_ids))
+                batch.repeat(len(left))
+                if self._batch is None:
+                    self._batch = batch
+                else:
+                    self._batch.join(batch)
+            self._running += [(generation, s) for s in left]
 
-    @torch.no_grad()
-    def _decode(self, generation: _Generation) -> str:
-        with engine_faults(f"stage {self.stage.stage_id!r}"):
-            return self._forward(generation, generation.tokens[-1:])
+    def _decode(self) -> list[tuple[_Generation, Exception]]:
+        """One more token for every row; returns whose row failed by itself."""
+        last = torch.tensor([[s.tokens[-1]] for _, s in self._running], device=self.device)
+        outs: list[tuple[Any, int]] = []
+        if self._batch is None:
+            for row, (_, sequence) in enumerate(self._running):
+                outs.append((self._forward(last[row : row + 1], self._apart[sequence]), 0))
+        else:
+            out = self._forward(
+                last,
+                self._batch.cache,
+                attention_mask=self._batch.attention_mask(self.device),
+                position_ids=self._batch.positions(self.device),
+            )
+            self._batch.stepped()
+            outs = [(out, row) for row in range(len(self._running))]
+        failed: list[tuple[_Generation, Exception]] = []
+        for (generation, sequence), (out, row) in zip(self._running, outs, strict=True):
+            try:
+                self._take(generation, sequence, out, row)
+            except OmniqError as exc:
+                generation.unwanted = True
+                failed.append((generation, exc))
+        return failed
 
-    def _forward(self, generation: _Generation, ids: list[int]) -> str:
-        """Feed ``ids``, take one more token; returns the text it completes."""
-        out = self._model(
-            input_ids=torch.tensor([ids], device=self.device),
-            past_key_values=generation.cache,
+    def _forward(self, ids: torch.Tensor, cache: Any, **more: Any) -> Any:
+        return self._model(
+            input_ids=ids,
+            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
-            output_hidden_states=generation.want_hidden,
+            output_hidden_states=self._want_hidden,
+            **more,
         )
-        if generation.want_hidden:
-            generation.rows.append(out.hidden_states[-1][0, -1:].to("cpu", copy=True))
-        token = generation.sampler.pick(out.logits[0, -1])
-        generation.tokens.append(token)
-        if token in self._end_ids:
-            generation.finish_reason = "stop"
-            return generation.stream.finish()
-        piece = generation.stream.push(token)
-        if generation.stream.stopped:
-            generation.finish_reason = "stop"
-        elif len(generation.tokens) >= generation.budget:
-            piece += generation.stream.finish()
-            generation.finish_reason = "stop" if generation.stream.stopped else "length"
+
+    def _take(self, generation: _Generation, sequence: _Sequence, out: Any, row: int) -> None:
+        """The token that row ``row`` of a forward pass gives ``sequence``."""
+        if self._want_hidden:
+            sequence.rows.append(out.hidden_states[-1][row, -1:].to("cpu", copy=True))
+        logits = out.logits[row, -1]
+        token = sequence.sampler.pick(logits)
+        sequence.tokens.append(token)
+        if generation.sampling.logprobs is not None:
+            sequence.logprobs.append(self._logprob(sequence, logits, token))
+        piece = self._ended(generation.sampling, sequence, token)
+        _tell(generation, sequence, piece)
+
+    def _ended(self, sampling: Sampling, sequence: _Sequence, token: int) -> str:
+        """Whether ``token`` ends the answer; returns the text it completes."""
+        stream = sequence.stream
+        if token in self._end_ids and not sampling.ignore_eos:
+            sequence.finish_reason = "stop"
+            return stream.finish()
+        if token in sampling.stop_token_ids:
+            sequence.finish_reason, sequence.stop_reason = "stop", token
+            return stream.finish()
+        piece = stream.push(token)
+        if not stream.stopped and len(sequence.tokens) >= sequence.budget:
+            sequence.finish_reason = "length"
+            piece += stream.finish()
+        if stream.stopped:
+            sequence.finish_reason, sequence.stop_reason = "stop", stream.stop_string
         return piece
+
+    def _logprob(self, sequence: _Sequence, logits: torch.Tensor, token: int) -> dict[str, Any]:
+        decode = self._encoder.tokenizer.decode
+        top = [
+            {"token_id": i, "token": decode([i]), "logprob": max(value, -9999.0), "rank": rank}
+            for i, value, rank in sequence.sampler.logprobs(logits, token)
+        ]
+        chosen = next(t for t in top if t["token_id"] == token)
+        return {**chosen, "top_logprobs": top}
+
+    # -- the end -----------------------------------------------------------------------------
+
+    def _output(self, generation: _Generation) -> StageOutput:
+        first = generation.sequences[0]
+        answers = [_answer(s) for s in generation.sequences]
+        prompt, made = len(generation.prompt_ids), sum(len(s.tokens) for s in generation.sequences)
+        output = StageOutput(
+            values={
+                **answers[0],
+                "choices": [{"index": i, **a} for i, a in enumerate(answers)],
+                "usage": {
+                    "prompt_tokens": prompt,
+                    "completion_tokens": made,
+                    "total_tokens": prompt + made,
+                    "cached_tokens": 0,
+                },
+            },
+            tensors={"token_ids": {"token_ids": torch.tensor(first.tokens, dtype=torch.int64)}},
+            metrics={
+                "prompt_tokens": prompt,
+                "completion_tokens": made,
+                "first_token_seconds": generation.first_token,
+                "generation_seconds": time.perf_counter() - generation.started,
+            },
+        )
+        if self._want_hidden:
+            output.tensors["hidden_states"] = {"hidden_states": torch.cat(first.rows)}
+        return output
 
 
 def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -172,37 +391,32 @@ def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
 
 
-def _tell(emit: Emit, generation: _Generation, piece: str) -> None:
+def _end(generation: _Generation, fault: Exception | None) -> None:
+    """Wake whoever waits for the request; on the loop."""
+    if generation.done.done():
+        return
+    if fault is None:
+        generation.done.set_result(None)
+    else:
+        generation.done.set_exception(fault)
+
+
+def _tell(generation: _Generation, sequence: _Sequence, piece: str) -> None:
+    several = len(generation.sequences) > 1
     if piece:
-        emit.delta("text", {"text": piece})
-    emit.progress(len(generation.tokens), generation.budget)
+        which = {"index": generation.sequences.index(sequence)} if several else {}
+        generation.emit.delta("text", {"text": piece, **which})
+    steps = sum(len(s.tokens) for s in generation.sequences)
+    generation.emit.progress(steps, sum(s.budget for s in generation.sequences))
 
 
-def _output(generation: _Generation) -> StageOutput:
-    seconds = time.perf_counter() - generation.started
-    prompt, completion = generation.prompt_tokens, len(generation.tokens)
-    values: dict[str, Any] = {
-        "text": generation.stream.text,
-        "finish_reason": generation.finish_reason,
-        "usage": {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "cached_tokens": 0,
-        },
+def _answer(sequence: _Sequence) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "text": sequence.stream.text,
+        "finish_reason": sequence.finish_reason,
     }
-    if generation.stream.stop_string is not None:
-        values["stop_reason"] = generation.stream.stop_string
-    output = StageOutput(
-        values=values,
-        tensors={"token_ids": {"token_ids": torch.tensor(generation.tokens, dtype=torch.int64)}},
-        metrics={
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "first_token_seconds": generation.first_token,
-            "generation_seconds": seconds,
-        },
-    )
-    if generation.want_hidden:
-        output.tensors["hidden_states"] = {"hidden_states": torch.cat(generation.rows)}
-    return output
+    if sequence.stop_reason is not None:
+        answer["stop_reason"] = sequence.stop_reason
+    if sequence.logprobs:
+        answer["logprobs"] = sequence.logprobs
+    return answer

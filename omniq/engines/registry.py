@@ -126,10 +126,25 @@ def resolve(engine_type: EngineType, name: str, device: str = "cpu") -> EngineSp
     )
 
 
+def vllm_installed() -> bool:
+    """Whether vLLM can be imported, whatever its distribution is called."""
+    return find_spec("vllm") is not None
+
+
+def reason(engine_type: EngineType, device: str) -> str:
+    """For people: why ``auto`` is what :func:`resolve` says."""
+    if engine_type is not EngineType.AR:
+        return "the only one of its type"
+    if not vllm_installed():
+        return "vLLM is not installed"
+    if device.startswith("cuda"):
+        return "vLLM is installed, and this is a CUDA device"
+    return "vLLM is taken by itself on CUDA devices only; `engine: vllm` takes it here"
+
+
 def _default_name(engine_type: EngineType, device: str) -> str:
     if engine_type is EngineType.AR:
-        vllm = find_spec("vllm") is not None and device.startswith("cuda")
-        return "vllm" if vllm else "transformers"
+        return "vllm" if vllm_installed() and device.startswith("cuda") else "transformers"
     return "diffusers"
 
 

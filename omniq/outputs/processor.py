@@ -9,6 +9,7 @@ from omniq.config import OutputConfig
 from omniq.errors import ConfigError
 from omniq.outputs.base import OutputContext, OutputHandler, ProcessedOutput
 from omniq.outputs.image import ImageHandler
+from omniq.outputs.json import JSONHandler
 from omniq.outputs.pooling import PoolingHandler
 from omniq.outputs.tensors import TensorsHandler
 from omniq.outputs.text import TextHandler, TextImageHandler
@@ -22,6 +23,7 @@ BUILTIN: dict[str, type[OutputHandler]] = {
     "latents": TensorsHandler,
     "hidden_states": TensorsHandler,
     "pooling": PoolingHandler,
+    "json": JSONHandler,
 }
 
 

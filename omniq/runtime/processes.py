@@ -56,6 +56,16 @@ def all_processes(pipeline: PipelineConfig) -> list[ProcessSpec]:
     ]
 
 
+def served_processes(pipeline: PipelineConfig) -> list[ProcessSpec]:
+    """The same without Flower, as ``omniq serve`` starts it."""
+    return [
+        broker_process(),
+        api_process(),
+        *worker_processes(pipeline),
+        ProcessSpec("ready", ("banner", "--no-flower", "--pipeline", pipeline.name)),
+    ]
+
+
 def procfile(pipeline: PipelineConfig) -> str:
     """A Procfile that starts :func:`all_processes`.
 

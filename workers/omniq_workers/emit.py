@@ -126,13 +126,22 @@ class JobEmit:
             self._unwanted()
 
 
-def _joined(last: tuple[str, Any], output: str, value: Any) -> dict[str, str] | None:
-    """Two pieces of text of one output as one; None if they are anything else."""
+def _joined(last: tuple[str, Any], output: str, value: Any) -> dict[str, Any] | None:
+    """Two pieces of text of one output as one; None if they are anything else.
+
+    Where a stage makes several texts at once, ``index`` says which one a piece belongs to.
+    """
     name, before = last
     if name != output or not (_is_text(before) and _is_text(value)):
         return None
-    return {"text": before["text"] + value["text"]}
+    if before.get("index") != value.get("index"):
+        return None
+    return {**before, "text": before["text"] + value["text"]}
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() == {"text"} and isinstance(value["text"], str)
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("text"), str)
+        and value.keys() <= {"text", "index"}
+    )

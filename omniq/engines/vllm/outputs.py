@@ -146,9 +146,11 @@ class Generation:
         """
         answers = [self._answer(s) for s in self.sequences]
         completion = self.tokens
-        values = {**answers[0], "usage": self._usage(completion)}
-        if len(answers) > 1:
-            values["choices"] = [{"index": i, **a} for i, a in enumerate(answers)]
+        values = {
+            **answers[0],
+            "choices": [{"index": i, **a} for i, a in enumerate(answers)],
+            "usage": self._usage(completion),
+        }
         if self.prompt_logprobs is not None:
             values["prompt_logprobs"] = self.prompt_logprobs
         tensors = {

@@ -1,0 +1,193 @@
+"""From OpenAI's fields to jobs: the only place that knows both.
+
+A request becomes one job for each of its prompts. Parameters keep vLLM's ``SamplingParams`` names,
+which most of OpenAI's fields have, too; :data:`FIELDS` tells the others, so that an error names the
+field that the client knows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omniq.config.params import ARParams
+from omniq.config.served import ServedModel, served_models
+from omniq.errors import InvalidRequest
+from omniq_api.openai_compat.faults import OpenAIError
+from omniq_api.openai_compat.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    OpenAIRequest,
+    Prompts,
+    ResponseFormat,
+)
+
+#: OpenAI's default of ``/v1/completions``; chats have what is left of the model's context.
+COMPLETION_TOKENS = 16
+#: Parameters that come from a field of another name.
+FIELDS = {"structured_outputs": "response_format", "logprobs": "top_logprobs"}
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One job to submit, and how its faults are called in OpenAI's terms."""
+
+    pipeline: str
+    inputs: dict[str, Any]
+    parameters: dict[str, Any]
+    metadata: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    """Field of the job (``parameters.max_tokens``, ``input.messages``) -> OpenAI's field."""
+
+
+def find_model(name: str) -> ServedModel:
+    """The model of that name.
+
+    Raises:
+        OpenAIError: 404; there is none.
+    """
+    models = served_models()
+    if name not in models:
+        raise OpenAIError(
+            404,
+            f"The model {name!r} does not exist; available: {', '.join(models) or 'none'}",
+            kind="invalid_request_error",
+            code="model_not_found",
+            param="model",
+        )
+    return models[name]
+
+
+def of_chat(body: ChatRequest, model: ServedModel) -> Submission:
+    """The job of one chat completion.
+
+    Raises:
+        OpenAIError: the model takes no messages, or a field is unknown.
+    """
+    inputs = {_input(model, "messages", "messages"): body.messages}
+    parameters = _parameters(body)
+    names = {}
+    if body.max_completion_tokens is not None:
+        parameters["max_tokens"] = body.max_completion_tokens
+        names["parameters.max_tokens"] = "max_completion_tokens"
+    if body.logprobs:
+        parameters["logprobs"] = body.top_logprobs or 0
+    if body.response_format is not None:
+        parameters.update(_structured(body.response_format))
+    if body.tools and body.tool_choice != "none":
+        parameters["tools"] = [t.model_dump(exclude_unset=True) for t in body.tools]
+    return _submission(
+        model, inputs, parameters, "messages", user=body.user, metadata=body.metadata, names=names
+    )
+
+
+def of_completion(body: CompletionRequest, model: ServedModel) -> list[Submission]:
+    """One job for each prompt, in order.
+
+    Raises:
+        OpenAIError: the model takes no such prompts, or a field is unknown.
+    """
+    parameters = {"max_tokens": COMPLETION_TOKENS, **_parameters(body)}
+    if body.logprobs is not None:
+        parameters["logprobs"] = body.logprobs
+    names = {"parameters.logprobs": "logprobs"}
+    return [
+        _submission(model, inputs, parameters, "prompt", user=body.user, names=names)
+        for inputs in _prompts(model, body.prompt, "prompt")
+    ]
+
+
+def of_embedding(body: EmbeddingRequest, model: ServedModel) -> list[Submission]:
+    """One job for each input, in order.
+
+    Raises:
+        OpenAIError: the model takes no such input, or makes no embeddings.
+    """
+    if model.embedding is None:
+        raise _unable(model, "makes no embeddings", "model")
+    parameters = _parameters(body)
+    return [
+        _submission(model, inputs, parameters, "input", user=body.user)
+        for inputs in _prompts(model, body.input, "input")
+    ]
+
+
+def in_openai_terms(exc: InvalidRequest, submission: Submission) -> OpenAIError:
+    """A job that was refused, before it ran or by its engine, as the client's own field."""
+    return refused(exc.message, exc.fields, submission)
+
+
+def refused(message: str, fields: list[dict[str, str]], submission: Submission) -> OpenAIError:
+    """400 for faulty job fields; ``param`` is the first one, as OpenAI calls it."""
+    if not fields:
+        return OpenAIError(400, message)
+    faults = [(submission.names.get(f["field"]) or _bare(f["field"]), f["message"]) for f in fields]
+    text = "; ".join(f"{name}: {fault}" for name, fault in faults)
+    return OpenAIError(400, text, param=faults[0][0])
+
+
+def _bare(job_field: str) -> str:
+    name = job_field.removeprefix("parameters.").removeprefix("input.")
+    first, dot, rest = name.partition(".")
+    return FIELDS.get(first, first) + dot + rest
+
+
+def _parameters(body: OpenAIRequest) -> dict[str, Any]:
+    """Fields that are parameters of the stage by that very name.
+
+    Raises:
+        OpenAIError: 400; a field is none.
+    """
+    for name in body.more:
+        if name not in ARParams.model_fields:
+            raise OpenAIError(400, f"unknown field {name!r}", param=name)
+    return body.more
+
+
+def _structured(form: ResponseFormat) -> dict[str, Any]:
+    if form.type == "json_object":
+        return {"structured_outputs": {"json_object": True}}
+    if form.json_schema is not None:
+        return {"structured_outputs": {"json": form.json_schema.schema_}}
+    return {}
+
+
+def _prompts(model: ServedModel, prompts: Prompts, param: str) -> list[dict[str, Any]]:
+    """The inputs of a job for each prompt: texts or token ids, one or several."""
+    several: list[Any]
+    if isinstance(prompts, str) or isinstance(prompts[0], int):
+        several = [prompts]
+    else:
+        several = list(prompts)
+    return [
+        {_input(model, "text" if isinstance(p, str) else "token_ids", param): p} for p in several
+    ]
+
+
+def _input(model: ServedModel, kind: str, param: str) -> str:
+    name = model.input_of(kind)
+    if name is None:
+        takes = ", ".join(f"{n} ({i.type})" for n, i in model.pipeline.inputs.items())
+        raise _unable(model, f"takes no {kind.replace('_', ' ')}; it takes: {takes}", param)
+    return name
+
+
+def _unable(model: ServedModel, what: str, param: str) -> OpenAIError:
+    return OpenAIError(400, f"the model {model.name!r} {what}", param=param)
+
+
+def _submission(
+    model: ServedModel,
+    inputs: dict[str, Any],
+    parameters: dict[str, Any],
+    param: str,
+    *,
+    user: str | None,
+    metadata: dict[str, str] | None = None,
+    names: dict[str, str] | None = None,
+) -> Submission:
+    """``param`` is the field that the inputs come from."""
+    labels = {**(metadata or {}), **({"user": user} if user else {})}
+    called = {f"input.{name}": param for name in inputs}
+    return Submission(model.pipeline.name, inputs, parameters, labels, {**called, **(names or {})})

@@ -1,0 +1,281 @@
+"""``/v1/models``, ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/embeddings``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from starlette.types import Receive, Scope, Send
+
+from omniq.config.served import ServedModel, served_models
+from omniq.errors import BrokerUnavailable, InvalidRequest, JobNotFound
+from omniq.jobs.model import JobRecord, JobState
+from omniq.submit import submit
+from omniq_api.openai_compat import answers, mapping
+from omniq_api.openai_compat.faults import (
+    SERVER,
+    OpenAIError,
+    OpenAIRoute,
+    error_body,
+    responses,
+)
+from omniq_api.openai_compat.mapping import Submission
+from omniq_api.openai_compat.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
+from omniq_api.openai_compat.stream import JobStream, chat_chunks, completion_chunks
+from omniq_api.services import Live, Services
+from omniq_api.waiting import ClientGone, unless_gone
+
+logger = logging.getLogger("omniq.api")
+router = APIRouter(prefix="/v1", tags=["openai"], route_class=OpenAIRoute)
+
+Chunks = AsyncGenerator[dict[str, Any] | None]
+STARTED = int(time.time())
+FAULTS = (400, 404, 409, 413, 415, 503, 504)
+
+
+@router.get("/models", summary="List models", responses=responses())
+async def list_models() -> dict[str, Any]:
+    """Every name by which the routes of OpenAI's kind know a pipeline."""
+    return {"object": "list", "data": [_model_object(m) for m in served_models().values()]}
+
+
+@router.get("/models/{name:path}", summary="Read a model", responses=responses(404))
+async def read_model(name: str) -> dict[str, Any]:
+    """One model."""
+    return _model_object(mapping.find_model(name))
+
+
+@router.post(
+    "/chat/completions",
+    summary="Answer a conversation",
+    response_class=Response,
+    responses=responses(*FAULTS),
+)
+async def chat(request: Request, services: Live, body: ChatRequest) -> Response:
+    """A chat completion, whole or (`stream`) as server-sent events.
+
+    A client that disconnects cancels its job.
+    """
+    model = mapping.find_model(body.model)
+    _needs_text(model)
+    submission = mapping.of_chat(body, model)
+    jobs = await _submitted(services, [submission])
+    if body.stream:
+        stream = JobStream(services, jobs[0], model, submission)
+        chunks = chat_chunks(stream, include_usage=body.include_usage)
+        return await _streamed(request, services, jobs, chunks)
+    records = await _finished(request, services, jobs, [submission])
+    return _answer(answers.chat_completion(records[0], model)) if records else _gone()
+
+
+@router.post(
+    "/completions",
+    summary="Go on with a text",
+    response_class=Response,
+    responses=responses(*FAULTS),
+)
+async def completions(request: Request, services: Live, body: CompletionRequest) -> Response:
+    """A completion of one or several prompts, whole or (`stream`) as server-sent events.
+
+    A client that disconnects cancels its jobs.
+    """
+    model = mapping.find_model(body.model)
+    _needs_text(model)
+    submissions = mapping.of_completion(body, model)
+    jobs = await _submitted(services, submissions)
+    if body.stream:
+        streams = [
+            JobStream(services, job, model, s) for job, s in zip(jobs, submissions, strict=True)
+        ]
+        chunks = completion_chunks(streams, include_usage=body.include_usage)
+        return await _streamed(request, services, jobs, chunks)
+    records = await _finished(request, services, jobs, submissions)
+    return _answer(answers.completion(records, model)) if records else _gone()
+
+
+@router.post(
+    "/embeddings",
+    summary="Embed texts",
+    response_class=Response,
+    responses=responses(*FAULTS),
+)
+async def embeddings(request: Request, services: Live, body: EmbeddingRequest) -> Response:
+    """The embedding of each input."""
+    model = mapping.find_model(body.model)
+    submissions = mapping.of_embedding(body, model)
+    jobs = await _submitted(services, submissions)
+    records = await _finished(request, services, jobs, submissions)
+    if not records:
+        return _gone()
+    return _answer(answers.embeddings(records, model, body.encoding_format))
+
+
+def _model_object(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": STARTED,
+        "owned_by": "omniq",
+        "root": model.pipeline.stage(model.stage).model,
+        "pipeline": model.pipeline.name,
+    }
+
+
+def _needs_text(model: ServedModel) -> None:
+    if model.text is None:
+        raise OpenAIError(400, f"the model {model.name!r} makes no text", param="model")
+
+
+async def _submitted(services: Services, submissions: Sequence[Submission]) -> list[JobRecord]:
+    """All jobs, or none."""
+    done: list[JobRecord] = []
+    try:
+        for each in submissions:
+            done.append(
+                await submit(
+                    services.store,
+                    pipeline=each.pipeline,
+                    inputs=each.inputs,
+                    parameters=each.parameters,
+                    metadata=each.metadata,
+                )
+            )
+    except InvalidRequest as exc:
+        await _cancel(services, done)
+        raise mapping.in_openai_terms(exc, each) from exc
+    except BrokerUnavailable:
+        await _cancel(services, done)
+        raise
+    return done
+
+
+async def _finished(
+    request: Request,
+    services: Services,
+    jobs: Sequence[JobRecord],
+    submissions: Sequence[Submission],
+) -> list[JobRecord]:
+    """The jobs when all have ended well; none if the client has gone, which cancels them.
+
+    Raises:
+        OpenAIError: one of them failed, which cancels the others, or this server stops.
+    """
+
+    async def one(job: JobRecord, submission: Submission) -> JobRecord:
+        record = await services.store.wait(job.id)
+        if not record.state.final:
+            raise OpenAIError(503, "this server stops; ask again", kind=SERVER)
+        if record.state is not JobState.SUCCEEDED:
+            raise answers.failure(record, submission)
+        return record
+
+    async def together() -> list[JobRecord]:
+        return await asyncio.gather(*map(one, jobs, submissions))
+
+    done = False
+    try:
+        records = await unless_gone(request.receive, together())
+        done = True
+        return records
+    except ClientGone:
+        return []
+    finally:
+        if not done:
+            await _cancel(services, jobs)
+
+
+async def _streamed(
+    request: Request, services: Services, jobs: Sequence[JobRecord], chunks: Chunks
+) -> Response:
+    """A stream that begins with the first chunk: what fails before is an answer with its status."""
+    begun = False
+    try:
+        first = await unless_gone(request.receive, _first(chunks))
+        begun = True
+        return _ChunkResponse(services, jobs, first, chunks)
+    except ClientGone:
+        return _gone()
+    finally:
+        if not begun:
+            await chunks.aclose()
+            await _cancel(services, jobs)
+
+
+async def _first(chunks: Chunks) -> dict[str, Any] | None:
+    return await anext(chunks)
+
+
+class _ChunkResponse(Response):
+    """Chunks as server-sent events up to ``[DONE]``; a client that hangs up cancels the jobs."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        services: Services,
+        jobs: Sequence[JobRecord],
+        first: dict[str, Any] | None,
+        chunks: Chunks,
+    ) -> None:
+        # Not Response's own: that would promise the length of a body.
+        self.status_code, self.background = 200, None
+        self._services, self._jobs, self._first, self._chunks = services, jobs, first, chunks
+        self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        done = False
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            done = await unless_gone(receive, self._write(send))
+        except ClientGone:
+            pass
+        finally:
+            if not done:
+                await _cancel(self._services, self._jobs)
+
+    async def _write(self, send: Send) -> bool:
+        """Whether the jobs have ended well."""
+        done = False
+        async with aclosing(self._chunks) as chunks:
+            try:
+                await _send(send, self._first)
+                async for chunk in chunks:
+                    await _send(send, chunk)
+                done = True
+            except OpenAIError as exc:
+                await _send(send, exc.body)
+            except (BrokerUnavailable, JobNotFound) as exc:
+                # The status line has been sent: the error is the stream's last word.
+                logger.warning("a completion's stream ended early: %s", exc)
+                await _send(send, error_body("a part this service needs is down", SERVER))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+        return done
+
+
+async def _send(send: Send, chunk: dict[str, Any] | None) -> None:
+    body = b": keep-alive\n\n" if chunk is None else b"data: %b\n\n" % orjson.dumps(chunk)
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _cancel(services: Services, jobs: Sequence[JobRecord]) -> None:
+    for job in jobs:
+        try:
+            await services.store.cancel(job.id)
+        except (BrokerUnavailable, JobNotFound) as exc:
+            logger.warning("job %s, which nobody waits for, goes on: %s", job.id, exc)
+
+
+def _answer(body: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(body), media_type="application/json")
+
+
+def _gone() -> Response:
+    """For a client that has gone."""
+    return Response(status_code=204)

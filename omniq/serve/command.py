@@ -1,0 +1,86 @@
+"""The command itself: resolve MODEL, then run broker, API and workers until Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import yaml
+
+from omniq.config import PipelineConfig
+from omniq.config.loader import available_pipelines
+from omniq.runtime.processes import served_processes
+from omniq.runtime.supervise import require, supervise
+from omniq.serve.flags import ServeFlags, parse
+from omniq.serve.target import resolve_model
+from omniq.settings import get_settings
+
+#: Characters of a prompt, unless OMNIQ_MAX_PROMPT_CHARS says otherwise: the model's context is the
+#: bound that counts, and a million tokens are about so many characters.
+LONGEST_PROMPT = 4_000_000
+
+
+@dataclass(frozen=True)
+class OmniServeCommand:
+    """``omniq serve MODEL [flags]``, which is also ``vllm serve MODEL --omni [flags]``.
+
+    Attributes:
+        flags: what the command line asks for.
+        pipeline: what will be served.
+    """
+
+    flags: ServeFlags
+    pipeline: PipelineConfig
+
+    @classmethod
+    def from_args(cls, args: Sequence[str]) -> OmniServeCommand:
+        """From the arguments behind the word ``serve``.
+
+        Raises:
+            ConfigError: MODEL or a flag cannot be served; the message says what is supported.
+            SystemExit: 2, with the parser's message on stderr, for unknown flags and wrong values.
+        """
+        flags = parse(args)
+        return cls(flags, resolve_model(flags))
+
+    def environment(self) -> dict[str, str]:
+        """The ``OMNIQ_*`` variables of all processes; writes the pipeline's file if it is new.
+
+        The file is ``serve/<pipeline>.yaml`` in OMNIQ_DATA_DIR.
+        """
+        settings = get_settings()
+        env = {"OMNIQ_DEFAULT_PIPELINE": self.pipeline.name}
+        if available_pipelines().get(self.pipeline.name) != self.pipeline:
+            folder = (settings.data_dir / "serve").resolve()
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"{self.pipeline.name}.yaml"
+            path.write_text(pipeline_yaml(self.pipeline), encoding="utf-8")
+            env["OMNIQ_PIPELINES"] = json.dumps([*settings.pipelines, str(path)])
+        names = self.flags.served_names or (self.flags.model,)
+        env["OMNIQ_SERVED_MODELS"] = json.dumps(dict.fromkeys(names, self.pipeline.name))
+        if self.flags.host is not None:
+            env["OMNIQ_API_HOST"] = self.flags.host
+        if self.flags.port is not None:
+            env["OMNIQ_API_PORT"] = str(self.flags.port)
+        if self.flags.api_keys:
+            env["OMNIQ_API_KEYS"] = json.dumps(self.flags.api_keys)
+        if "max_prompt_chars" not in settings.model_fields_set:
+            env["OMNIQ_MAX_PROMPT_CHARS"] = str(LONGEST_PROMPT)
+        return env
+
+    def run(self) -> int:
+        """Start everything and stay until it ends; returns the exit status.
+
+        Raises:
+            ConfigError: the extra omniq[monitor], whose honcho runs the processes, is missing.
+        """
+        require("honcho", user="omniq serve")
+        return supervise(served_processes(self.pipeline), {**os.environ, **self.environment()})
+
+
+def pipeline_yaml(pipeline: PipelineConfig) -> str:
+    """A pipeline as a file that loads as the same pipeline."""
+    data = pipeline.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return "# Written by `omniq serve`.\n" + yaml.safe_dump(data, sort_keys=False)

@@ -1,0 +1,227 @@
+"""The flags of ``omniq serve``: vLLM's own where it is installed, else those transformers can do.
+
+vLLM's parser reads the command line, so every flag means what it means to ``vllm serve``, and its
+errors are vLLM's. What was given is then sorted: engine arguments go to the AR stage by vLLM's
+names, what concerns the HTTP server is omniq's, and what omniq's server has no equivalent for is
+refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, NoReturn
+
+import yaml
+
+from omniq.engines.registry import vllm_installed
+from omniq.errors import ConfigError
+
+ENGINES = ("auto", "vllm", "transformers")
+KNOWN_PORTS = range(1, 65536)
+USAGE = "omniq serve MODEL [options]"
+
+#: Options of vLLM's HTTP server that the AR stage takes as engine arguments.
+STAGE_OPTIONS = frozenset({"lora_modules", "tool_call_parser"})
+#: Options of vLLM's HTTP server that change nothing a client sees: accepted, without effect.
+WITHOUT_EFFECT = frozenset(
+    {
+        "disable_uvicorn_access_log",
+        "disable_access_log_for_endpoints",
+        "enable_log_deltas",
+        "enable_log_outputs",
+        "enable_log_requests",
+        "log_error_stack",
+        "max_log_len",
+        "uvicorn_log_level",
+    }
+)
+OURS = frozenset({"host", "port", "api_key", "served_model_name"})
+#: Of vLLM's parser, not its server: where the model is named, and where more flags are.
+PARSERS_OWN = frozenset({"model", "model_tag", "config", "omni", "engine"})
+#: What a parser of tool calls is there for anyway.
+IMPLIED = frozenset({"enable_auto_tool_choice"})
+
+
+@dataclass(frozen=True, slots=True)
+class ServeFlags:
+    """What a command line asks for.
+
+    ``engine_args`` holds only what was given, by vLLM's names, as JSON values.
+    """
+
+    model: str
+    engine: str = "auto"
+    host: str | None = None
+    port: int | None = None
+    api_keys: tuple[str, ...] = ()
+    served_names: tuple[str, ...] = ()
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    without_effect: tuple[str, ...] = ()
+    """Given flags that change nothing here, as they are typed."""
+
+
+def parse(args: Sequence[str]) -> ServeFlags:
+    """Read the arguments behind ``serve``.
+
+    Raises:
+        ConfigError: no model, or a flag that omniq cannot honour; the message names it.
+        SystemExit: 2 with the parser's own message on stderr for a flag it does not know or a wrong
+            value, 0 after ``--help=...``.
+    """
+    parsers, engine_names = _vllm_parsers() if vllm_installed() else _own_parsers()
+    parsers.serve.add_argument("--omni", action="store_true", help=argparse.SUPPRESS)
+    parsers.serve.add_argument("--engine", choices=ENGINES, help="Engine of the AR stage.")
+    given = _given(parsers, args)
+    model = given.get("model_tag") or given.get("model")
+    if not model:
+        raise ConfigError(
+            "omniq serve: no MODEL given", hint="`omniq serve --help` says what it is"
+        )
+    port = given.get("port")
+    if port is not None and port not in KNOWN_PORTS:
+        raise ConfigError(f"--port: must be 1 to 65535; got {port}")
+    known = engine_names | STAGE_OPTIONS | WITHOUT_EFFECT | OURS | PARSERS_OWN | IMPLIED
+    if refused := sorted(set(given) - known):
+        raise ConfigError(
+            f"{', '.join(map(_flag, refused))}: omniq's API has no such option",
+            hint="vLLM's own server has it: run `vllm serve` without --omni",
+        )
+    return ServeFlags(
+        model=model,
+        engine=given.get("engine", "auto"),
+        host=given.get("host"),
+        port=port,
+        api_keys=tuple(given.get("api_key") or ()),
+        served_names=tuple(_list(given.get("served_model_name"))),
+        engine_args={
+            name: _json(name, value)
+            for name, value in given.items()
+            if name in engine_names | STAGE_OPTIONS
+            and name not in OURS | PARSERS_OWN
+            and name not in WITHOUT_EFFECT
+        },
+        without_effect=tuple(_flag(n) for n in sorted(WITHOUT_EFFECT & set(given))),
+    )
+
+
+class _Parsers(NamedTuple):
+    """The parser of the whole command line, and the one of its subcommand ``serve``."""
+
+    top: argparse.ArgumentParser
+    serve: argparse.ArgumentParser
+
+
+def _vllm_parsers() -> tuple[_Parsers, frozenset[str]]:
+    """vLLM's parser of ``vllm serve``, and which of its arguments are the engine's."""
+    from vllm import AsyncEngineArgs  # noqa: PLC0415 - an optional package, and slow
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser  # noqa: PLC0415
+    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
+
+    # A subcommand, because vLLM's parser treats --config and --model behind the word "serve" only.
+    top = FlexibleArgumentParser(prog="omniq", usage=USAGE)
+    serve = top.add_subparsers(dest="subparser").add_parser("serve", usage=USAGE)
+    make_arg_parser(serve)
+    return _Parsers(top, serve), frozenset(f.name for f in fields(AsyncEngineArgs))
+
+
+class _OwnParser(argparse.ArgumentParser):
+    """Says why most of vLLM's flags are unknown."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, end with status 2."""
+        super().error(
+            f"{message}\nvLLM is not installed here, so only the flags above exist; "
+            "the extra omniq[vllm] brings all of `vllm serve`"
+        )
+
+
+def _own_parsers() -> tuple[_Parsers, frozenset[str]]:
+    """Without vLLM: the flags of ``vllm serve`` that the transformers engine can honour."""
+    top = _OwnParser(prog="omniq")
+    serve = top.add_subparsers(dest="subparser").add_parser("serve", allow_abbrev=False)
+    serve.add_argument("model_tag", metavar="MODEL", nargs="?")
+    serve.add_argument("--host", help="Address the API listens on.")
+    serve.add_argument("--port", type=int, help="Port the API listens on.")
+    serve.add_argument("--api-key", nargs="*", help="Keys that clients must send one of.")
+    serve.add_argument("--served-model-name", nargs="*", help="Names clients may use.")
+    serve.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"))
+    serve.add_argument("--max-model-len", type=int, help="Tokens of prompt and answer.")
+    serve.add_argument("--max-num-seqs", type=int, help="Requests in one forward pass.")
+    serve.add_argument("--generation-config", help="auto, vllm, or a folder.")
+    engine = frozenset({"dtype", "max_model_len", "max_num_seqs", "generation_config"})
+    return _Parsers(top, serve), engine
+
+
+def _given(parsers: _Parsers, args: Sequence[str]) -> dict[str, Any]:
+    """Only what the command line (or the file named by ``--config``) says, by destination.
+
+    Values that the parser would make objects of (``--compilation-config``) stay what was written:
+    they travel as JSON, and the engine makes the objects.
+
+    Raises:
+        ConfigError: vLLM's parser cannot read the file that ``--config`` names.
+    """
+    raw: dict[str, Any] = {}
+    for action in parsers.serve._actions:
+        if action.dest in ("help", argparse.SUPPRESS):
+            continue
+        action.default = argparse.SUPPRESS
+        if action.type is not None and action.nargs not in ("+", "*"):
+            action.type = _noting(action.dest, action.type, raw)
+    try:
+        found = vars(parsers.top.parse_args(["serve", *args]))
+    except (ValueError, OSError) as exc:
+        raise ConfigError(f"omniq serve: {exc}") from exc
+    given = {n: v for n, v in found.items() if n != "subparser"}
+    return {
+        name: _as_written(raw[name]) if name in raw and not _plain(value) else value
+        for name, value in given.items()
+    }
+
+
+def _noting(dest: str, convert: Any, raw: dict[str, Any]) -> Callable[[str], Any]:
+    """``convert``, which also notes the text of a single value."""
+
+    def noting(text: str) -> Any:
+        raw[dest] = text
+        return convert(text)
+
+    # argparse names the type in its errors.
+    noting.__name__ = getattr(convert, "__name__", repr(convert))
+    return noting
+
+
+def _as_written(text: str) -> Any:
+    return yaml.safe_load(text)
+
+
+def _json(name: str, value: Any) -> Any:
+    """``value`` as it can stand in a pipeline file; of adapters, name and path.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if name == "lora_modules" and isinstance(value, list):
+        return {adapter.name: adapter.path for adapter in value}
+    if not _plain(value):
+        raise ConfigError(f"{_flag(name)}: cannot be passed on to a worker: {value!r}")
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _plain(value: Any) -> bool:
+    """Whether it can stand in a pipeline file as it is."""
+    if isinstance(value, dict):
+        return all(type(k) is str and _plain(v) for k, v in value.items())
+    if type(value) in (list, tuple):
+        return all(map(_plain, value))
+    return value is None or type(value) in (str, int, float, bool)
+
+
+def _list(value: Any) -> Iterable[str]:
+    return [value] if isinstance(value, str) else value or []
+
+
+def _flag(dest: str) -> str:
+    return f"--{dest.replace('_', '-')}"

@@ -1,0 +1,69 @@
+"""omniq in every vLLM process: registers models that vLLM itself does not bring.
+
+vLLM loads the entry points of the group ``vllm.general_plugins`` in the process that starts it, in
+its engine process and in every worker, in each maybe several times; omniq's is
+:meth:`OmniPlugin.register`. Models come from the entry point group ``omniq.vllm_models``: the name
+is the architecture as ``config.json`` spells it, the value ``package.module:Class``::
+
+    [project.entry-points."omniq.vllm_models"]
+    MyTalkerForCausalLM = "my_package.talker:MyTalkerForCausalLM"
+
+The class is imported by vLLM only when a model of that architecture is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import EntryPoint, entry_points
+
+logger = logging.getLogger(__name__)
+
+ENTRY_POINTS = "omniq.vllm_models"
+
+
+class OmniPlugin:
+    """The plugin that vLLM calls."""
+
+    @staticmethod
+    def register() -> None:
+        """Register every declared model; what has been registered already stays as it is.
+
+        An entry point that is wrong is skipped with a warning: it must not keep vLLM from serving
+        other models.
+        """
+        models = OmniPlugin.models()
+        if not models:
+            return
+        from vllm import ModelRegistry  # noqa: PLC0415 - only vLLM's own processes call this
+
+        for architecture, target in models.items():
+            module, _, name = target.partition(":")
+            present = ModelRegistry.models.get(architecture)
+            if (
+                getattr(present, "module_name", None) == module
+                and getattr(present, "class_name", None) == name
+            ):
+                continue
+            if present is not None:
+                logger.warning("%s replaces vLLM's own model %s", target, architecture)
+            ModelRegistry.register_model(architecture, target)
+
+    @staticmethod
+    def models() -> dict[str, str]:
+        """Declared models: architecture -> ``module:Class``; of two with one name the first."""
+        found: dict[str, str] = {}
+        for point in entry_points(group=ENTRY_POINTS):
+            if not (point.module and point.attr):
+                logger.warning("ignored %s: it must be package.module:Class", _named(point))
+            elif point.name in found:
+                logger.warning(
+                    "ignored %s: the name is taken by %s", _named(point), found[point.name]
+                )
+            else:
+                found[point.name] = f"{point.module}:{point.attr}"
+        return found
+
+
+def _named(point: EntryPoint) -> str:
+    owner = f" of {point.dist.name}" if point.dist else ""
+    return f"entry point {point.name!r} = {point.value!r}{owner} in {ENTRY_POINTS}"

@@ -1,0 +1,237 @@
+"""What the OpenAI-compatible routes do when jobs go wrong, or are run again: a played worker."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from api_support import begin, only_job
+
+from omniq.config import available_pipelines
+from omniq.jobs.model import StageResult
+from omniq.jobs.store import JobStore
+from omniq.serve.command import pipeline_yaml
+from omniq.serve.flags import ServeFlags
+from omniq.serve.target import language_model
+from omniq.settings import get_settings
+
+BODY = {"model": "lm", "messages": [{"role": "user", "content": "hello"}]}
+EMBEDDER = """
+name: embedder
+inputs: {prompt: {type: text}}
+stages: [{stage_id: ar, engine_type: AR, model: none, output_modalities: [pooling]}]
+edges: [{from: input.prompt, to: ar.prompt}]
+outputs: {vector: {from: ar.pooling, type: pooling}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _pipelines(broker: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A language model `lm`, and an embedding model."""
+    (tmp_path / "lm").mkdir()
+    (tmp_path / "lm" / "config.json").write_text('{"architectures": ["Some"]}')
+    pipeline = language_model(ServeFlags(str(tmp_path / "lm"), engine="transformers"))
+    (tmp_path / "lm.yaml").write_text(pipeline_yaml(pipeline))
+    (tmp_path / "embedder.yaml").write_text(EMBEDDER)
+    files = [str(tmp_path / name) for name in ("lm.yaml", "embedder.yaml")]
+    monkeypatch.setenv("OMNIQ_PIPELINES", json.dumps(files))
+    for cached in (get_settings, available_pipelines):
+        cached.cache_clear()
+    yield
+    for cached in (get_settings, available_pipelines):
+        cached.cache_clear()
+
+
+def result(text: str, **more: Any) -> StageResult:
+    choice = {"index": 0, "text": text, "finish_reason": "stop", **more}
+    return StageResult(
+        values={"text": text, "finish_reason": "stop", "choices": [choice]},
+        metrics={"prompt_tokens": 2, "completion_tokens": 3},
+    )
+
+
+async def streamed(client: httpx.AsyncClient, **more: Any) -> asyncio.Task[httpx.Response]:
+    body = {**BODY, "stream": True, **more}
+    return asyncio.create_task(client.post("/v1/chat/completions", json=body))
+
+
+def chunks(response: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def text_of(response: httpx.Response) -> str:
+    deltas = [c["choices"][0]["delta"] for c in chunks(response) if c.get("choices")]
+    return "".join(d.get("content", "") for d in deltas)
+
+
+async def test_a_run_that_is_begun_anew_is_not_said_twice(
+    client: httpx.AsyncClient, store: JobStore
+) -> None:
+    asking = await streamed(client)
+    job = await only_job(store)
+    fence = await begin(store, job, "ar")
+    await store.delta(job, "ar", fence, "text", {"text": "one two"})
+    await store.release_stage(job, "ar", fence)
+    fence = await begin(store, job, "ar")
+    for piece in ("one", " two thr", "ee"):
+        await store.delta(job, "ar", fence, "text", {"text": piece})
+    assert await store.finish_stage(job, "ar", fence, result("one two three four"))
+    response = await asking
+    assert text_of(response) == "one two three four"
+    assert chunks(response)[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_second_run_that_goes_differently_ends_the_stream_with_an_error(
+    client: httpx.AsyncClient, store: JobStore
+) -> None:
+    asking = await streamed(client)
+    job = await only_job(store)
+    fence = await begin(store, job, "ar")
+    await store.delta(job, "ar", fence, "text", {"text": "one"})
+    await store.release_stage(job, "ar", fence)
+    fence = await begin(store, job, "ar")
+    assert await store.finish_stage(job, "ar", fence, result("other"))
+    last = chunks(await asking)[-1]
+    assert "went differently" in last["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ({"code": "engine_error", "message": "no luck"}, 500, None),
+        (
+            {
+                "code": "invalid_request",
+                "message": "no luck",
+                "details": {"fields": [{"field": "parameters.max_tokens", "message": "no luck"}]},
+            },
+            400,
+            "max_completion_tokens",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_job_that_fails_before_the_first_token_has_its_status(
+    client: httpx.AsyncClient,
+    store: JobStore,
+    case: tuple[dict[str, Any], int, str | None],
+    stream: bool,
+) -> None:
+    error, status, param = case
+    body = {**BODY, "stream": stream, "max_completion_tokens": 9}
+    asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+    job = await only_job(store)
+    fence = await begin(store, job, "ar")
+    await store.fail_stage(job, "ar", fence, error)
+    response = await asking
+    assert response.status_code == status
+    found = response.json()["error"]
+    assert "no luck" in found["message"]
+    assert found["param"] == param
+
+
+async def test_a_job_that_fails_later_ends_its_stream_with_the_error(
+    client: httpx.AsyncClient, store: JobStore
+) -> None:
+    asking = await streamed(client)
+    job = await only_job(store)
+    fence = await begin(store, job, "ar")
+    await store.delta(job, "ar", fence, "text", {"text": "one"})
+    await store.fail_stage(job, "ar", fence, {"code": "engine_error", "message": "no luck"})
+    found = chunks(await asking)
+    assert found[-1]["error"]["message"] == "no luck"
+
+
+async def test_reasoning_and_tool_calls_go_through(
+    client: httpx.AsyncClient, store: JobStore
+) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    asking = asyncio.create_task(client.post("/v1/chat/completions", json={**BODY, "tools": tools}))
+    job = await only_job(store)
+    assert (await store.get(job)).spec.parameters["ar"]["tools"] == tools
+    fence = await begin(store, job, "ar")
+    made = result("", tool_calls=[call], reasoning="hm")
+    assert await store.finish_stage(job, "ar", fence, made)
+    message = (await asking).json()["choices"][0]["message"]
+    assert message == {
+        "role": "assistant",
+        "content": None,
+        "reasoning": "hm",
+        "tool_calls": [call],
+    }
+
+
+async def test_openais_fields_become_the_stages_parameters(
+    client: httpx.AsyncClient, store: JobStore
+) -> None:
+    schema = {"type": "object"}
+    body = {
+        **BODY,
+        "max_completion_tokens": 7,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        "logprobs": True,
+        "top_logprobs": 3,
+        "logit_bias": {"5": 1.5},
+        "stop": "end",
+        "user": "ada",
+        "tool_choice": "none",
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    }
+    asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+    spec = (await store.get(await only_job(store))).spec
+    given = {k: v for k, v in spec.parameters["ar"].items() if k != "seed"}
+    assert given == {
+        "max_tokens": 7,
+        "structured_outputs": {"json": schema},
+        "logprobs": 3,
+        "logit_bias": {"5": 1.5},
+        "stop": "end",
+    }
+    assert spec.inputs == {"messages": BODY["messages"]}
+    assert spec.metadata == {"user": "ada"}
+    asking.cancel()
+
+
+@pytest.mark.parametrize("form", ["float", "base64"])
+async def test_embeddings(client: httpx.AsyncClient, store: JobStore, form: str) -> None:
+    body = {"model": "embedder", "input": "hello", "encoding_format": form}
+    asking = asyncio.create_task(client.post("/v1/embeddings", json=body))
+    job = await only_job(store)
+    fence = await begin(store, job, "ar")
+    made = StageResult(values={"vector": [0.5, -1.0]}, metrics={"prompt_tokens": 2})
+    assert await store.finish_stage(job, "ar", fence, made)
+    found = (await asking).json()
+    vector = found["data"][0]["embedding"]
+    if form == "base64":
+        vector = np.frombuffer(base64.b64decode(vector), "<f4").tolist()
+    assert vector == [0.5, -1.0]
+    assert found["usage"] == {"prompt_tokens": 2, "total_tokens": 2}
+
+
+async def test_an_embedding_model_answers_no_chats(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/chat/completions", json={**BODY, "model": "embedder"})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "the model 'embedder' makes no text"
+
+
+async def test_a_body_that_is_no_json_is_an_openai_error(client: httpx.AsyncClient) -> None:
+    headers = {"content-type": "application/json"}
+    response = await client.post("/v1/completions", content=b"{", headers=headers)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "malformed_json"
+
+
+async def test_pipelines_of_several_stages_are_no_models(client: httpx.AsyncClient) -> None:
+    assert [m["id"] for m in (await client.get("/v1/models")).json()["data"]] == ["lm", "embedder"]
+    response = await client.post("/v1/completions", json={"model": "tiny-omni", "prompt": "x"})
+    assert response.status_code == 404

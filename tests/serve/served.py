@@ -1,0 +1,83 @@
+"""`omniq serve` of a tiny language model as a real system, for the tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+from omniq_process import alive, descendants
+from support import free_port, wait_until
+from tiny_models import make_language_model, make_tokenizer
+
+BIN = Path(sys.executable).parent
+
+
+def make_model(folder: Path) -> Path:
+    """A language model of 256 positions with a chat template; says different things."""
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    make_language_model(tokenizer).save_pretrained(folder)
+    return folder
+
+
+class Served:
+    """A running ``serve`` command."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        self.log, self.port = folder / "serve.log", free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        env = {
+            **os.environ,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "OMNIQ_NAMESPACE": f"serve{self.port}",
+            "OMNIQ_DATA_DIR": str(folder / "data"),
+            "OMNIQ_BROKER_PORT": str(free_port()),
+            "OMNIQ_HEARTBEAT": "0.3",
+        }
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [*command, "--port", str(self.port)],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=env,
+                cwd=folder,
+            )
+
+    def wait_ready(self, timeout: float) -> None:
+        def done() -> bool:
+            assert self.process.poll() is None, self.log.read_text()[-4000:]
+            return "is ready." in self.log.read_text()
+
+        wait_until(done, timeout, "the model is served")
+
+    def stop(self) -> list[psutil.Process]:
+        """Ctrl-C; returns what has not ended with it."""
+        children = descendants(self.process.pid)
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(20)
+        wait_until(lambda: not alive(children), 12, "all processes end")
+        return alive(children)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            for process in [*descendants(self.process.pid), psutil.Process(self.process.pid)]:
+                process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def served(folder: Path, *command: str, timeout: float = 120) -> Iterator[Served]:
+    """The command as a running system, killed at the end."""
+    running = Served(list(command), folder)
+    try:
+        running.wait_ready(timeout)
+        yield running
+    finally:
+        running.kill()
