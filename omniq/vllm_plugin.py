@@ -16,6 +16,8 @@ from __future__ import annotations
 import logging
 from importlib.metadata import EntryPoint, entry_points
 
+from omniq.engines.vllm import contract
+
 logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "omniq.vllm_models"
@@ -34,11 +36,10 @@ class OmniPlugin:
         models = OmniPlugin.models()
         if not models:
             return
-        from vllm import ModelRegistry  # noqa: PLC0415 - only vLLM's own processes call this
-
+        registry = contract.names().ModelRegistry
         for architecture, target in models.items():
             module, _, name = target.partition(":")
-            present = ModelRegistry.models.get(architecture)
+            present = registry.models.get(architecture)
             if (
                 getattr(present, "module_name", None) == module
                 and getattr(present, "class_name", None) == name
@@ -46,7 +47,7 @@ class OmniPlugin:
                 continue
             if present is not None:
                 logger.warning("%s replaces vLLM's own model %s", target, architecture)
-            ModelRegistry.register_model(architecture, target)
+            registry.register_model(architecture, target)
 
     @staticmethod
     def models() -> dict[str, str]:

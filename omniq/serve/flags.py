@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 import yaml
 
 from omniq.engines.registry import vllm_installed
+from omniq.engines.vllm import contract
 from omniq.errors import ConfigError
 
 ENGINES = ("auto", "vllm", "transformers")
@@ -115,15 +116,12 @@ class _Parsers(NamedTuple):
 
 def _vllm_parsers() -> tuple[_Parsers, frozenset[str]]:
     """vLLM's parser of ``vllm serve``, and which of its arguments are the engine's."""
-    from vllm import AsyncEngineArgs  # noqa: PLC0415 - an optional package, and slow
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser  # noqa: PLC0415
-    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
-
+    v = contract.names()
     # A subcommand, because vLLM's parser treats --config and --model behind the word "serve" only.
-    top = FlexibleArgumentParser(prog="omniq", usage=USAGE)
+    top = v.FlexibleArgumentParser(prog="omniq", usage=USAGE)
     serve = top.add_subparsers(dest="subparser").add_parser("serve", usage=USAGE)
-    make_arg_parser(serve)
-    return _Parsers(top, serve), frozenset(f.name for f in fields(AsyncEngineArgs))
+    v.make_arg_parser(serve)
+    return _Parsers(top, serve), frozenset(f.name for f in fields(v.AsyncEngineArgs))
 
 
 class _OwnParser(argparse.ArgumentParser):

@@ -47,6 +47,21 @@ class Need:
     path: str
     """``package.module:Name`` or ``package.module:Class.method``."""
     members: tuple[str, ...] = ()
+    earlier: str | None = None
+    """Its path in older versions of the supported range."""
+
+    def resolve(self) -> Any:
+        """What the name stands for.
+
+        Raises:
+            ImportError, AttributeError: this vLLM has no such name.
+        """
+        try:
+            return _resolve(self.path)
+        except (ImportError, AttributeError):
+            if self.earlier is None:
+                raise
+            return _resolve(self.earlier)
 
 
 #: Called from the worker process of omniq (the front end of vLLM).
@@ -60,6 +75,14 @@ FRONT_END = {
         "vllm.engine.arg_utils:EngineArgs", ("create_engine_config", "add_cli_args")
     ),
     "FlexibleArgumentParser": Need("vllm.utils.argparse_utils:FlexibleArgumentParser"),
+    "make_arg_parser": Need(
+        "vllm.entrypoints.launchers.cli_args:make_arg_parser",
+        ("parser",),
+        earlier="vllm.entrypoints.openai.cli_args:make_arg_parser",
+    ),
+    "ModelRegistry": Need(
+        "vllm.model_executor.models.registry:ModelRegistry", ("models", "register_model")
+    ),
     "SamplingParams": Need(
         "vllm.sampling_params:SamplingParams",
         (
@@ -198,7 +221,7 @@ class Names:
         need = FRONT_END.get(name) or MODEL_SIDE.get(name)
         if need is None:
             raise AttributeError(f"vLLM's {name!r} is not in the contract")
-        value = _resolve(need.path)
+        value = need.resolve()
         setattr(self, name, value)
         return value
 
@@ -236,13 +259,16 @@ def _resolve(path: str) -> Any:
 
 def _faults(need: Need) -> Iterator[str]:
     try:
-        found = _resolve(need.path)
+        found = need.resolve()
     except (ImportError, AttributeError) as exc:
         yield f"{need.path} is missing ({exc})"
         return
+    except Exception as exc:  # a package that vLLM needs is broken, or of a wrong version
+        yield f"{need.path} cannot be imported ({type(exc).__name__}: {exc})"
+        return
     known = _members(found) if inspect.isclass(found) else _parameters(found)
     if known is None:  # an object
-        known = set(dir(found))
+        known = set(dir(found)) | set(vars(found))
     for name in need.members:
         if name not in known:
             yield f"{need.path} has no {name!r}"
