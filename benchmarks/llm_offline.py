@@ -126,7 +126,8 @@ def main() -> None:
                     seconds[name].append(took)
             for name in systems:
                 equal[name] += sum(map(str.__eq__, said[name], said[NATIVE])) * (number >= 0)
-            print(f"round {number}: load {load():.1f}", flush=True)
+            last = "" if number < 0 else ", ".join(f"{n} {t[-1]:.2f} s" for n, t in seconds.items())
+            print(f"round {number}: load {load():.1f} {last}", flush=True)
     finally:
         for system in systems.values():
             system.close()
