@@ -89,6 +89,21 @@ def workers_index() -> str:
     return f"{_ns()}:workers"
 
 
+def waiting(queue: str) -> str:
+    """Sorted set: who waits for messages of a queue, by how many each has room for."""
+    return f"{_ns()}:waiting:{queue}"
+
+
+def hears(member: str) -> str:
+    """String with TTL: somebody who waits for messages still listens to :func:`hand_channel`."""
+    return f"{_ns()}:hears:{member}"
+
+
+def hand_channel(member: str) -> str:
+    """Pub/sub channel: messages handed to somebody who waits for them."""
+    return f"{_ns()}:hand:{member}"
+
+
 def blob(blob_id: str) -> str:
     """String: one blob in the Redis store, or its first chunk."""
     return f"{_ns()}:blob:{blob_id}"

@@ -87,6 +87,11 @@ class Line:
         else:
             self._wire.send(command, take)
 
+    def post(self, *command: Argument) -> None:
+        """Send one command that is answered by a push message, or not at all."""
+        if self._wire is not None:
+            self._wire.write(command)
+
     def close(self) -> None:
         """Close the connection; what waits for an answer fails. It may be used again."""
         if self._opening is not None:
@@ -171,13 +176,17 @@ class _Wire(asyncio.Protocol):
         if self.failure is not None:
             take(self.failure)
             return
-        packed = hiredis.pack_command(command)  # type: ignore[arg-type]  # its stub is narrow
         now = self._loop.time()
         self._waiting.append((now, take))
         if self._watch is None:
             self._watch = self._loop.call_at(now + self._timeout, self._look)
+        self.write(command)
+
+    def write(self, command: tuple[Argument, ...]) -> None:
+        """Write what no answer is waited for, at the end of this turn of the loop."""
         if not self._unsent:
             self._loop.call_soon(self._flush)
+        packed = hiredis.pack_command(command)  # type: ignore[arg-type]  # its stub is narrow
         self._unsent.append(packed)
 
     def _flush(self) -> None:

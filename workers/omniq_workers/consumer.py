@@ -11,6 +11,7 @@ from typing import Any
 from celery.utils.log import get_logger
 from celery.worker.consumer import Consumer
 from celery.worker.state import maybe_shutdown
+from redis.exceptions import RedisError
 
 from omniq_workers.events import StageDispatcher
 
@@ -36,11 +37,30 @@ class StageConsumer(Consumer):
         channel = self.task_consumer.channel
         if isinstance(self.event_dispatcher, StageDispatcher):
             self.event_dispatcher.beside = channel
-        channel.start_ahead = self.pool.start_ahead
+        channel.start_ahead, channel.handed = self.pool.start_ahead, self.pool.handed
+        channel.give_back = self.pool.give_back
         self.pool.hand_over = channel.hand_over
+        if self.app.service is not None:
+            self._take_on_loop(channel)
         self.pool.tell_after = self.tell_after
         hub.call_repeatedly(LOOK_AGAIN, channel.look_again)
         self.pool.limited = lambda name: self.task_buckets[name] is not None
+
+    def _take_on_loop(self, channel: Any) -> None:
+        intake = self.app.service.intake(
+            own=(channel.unacked_key, channel.unacked_index_key, channel.undecodable_key),
+            room=lambda: channel.qos.prefetch_count or 0,
+            arrive=channel.arrive,
+            undecodable=channel.report,
+        )
+        loop, hub = self.pool.loop, self.hub
+        try:
+            loop.run(intake.start())
+        except (RedisError, TimeoutError) as exc:
+            logger.warning("messages are taken by the way of Celery's own loop: %s", exc)
+            loop.call(intake.close)
+        else:
+            channel.take_on(loop, intake, lambda: hub.call_soon(channel.hand_over))
 
     def call_soon_ack(self, p: Any, *args: Any, **kwargs: Any) -> Any:
         """Acknowledge or reject now; kombu's hub may sleep before it does what is called soon."""
@@ -119,6 +139,7 @@ class StageConsumer(Consumer):
         closing the channel, when its transport is gone, and that ends the worker.
         """
         if self.task_consumer is not None:
+            self.task_consumer.channel.take_no_more()
             self.task_consumer.channel.hand_over()
         self.pool.connection_lost()
         if self.task_consumer is not None:

@@ -99,7 +99,7 @@ class Taker:
             return None
         if isinstance(answer, Exception):
             raise answer
-        empty, undecodable, queue, *messages = answer
+        empty, undecodable, queue, _, *messages = answer
         if not empty:
             self.told = True
         if not messages and not undecodable:

@@ -3,23 +3,26 @@
 kombu waits for two transactions a message, one to note that it was received and one to note that
 it is done with, each on a client made for it, and a worker that dies before the first loses the
 message. Here a script takes messages and notes them in one step (:mod:`omniq_workers.take`),
-several at a time when many wait, and work on a stage's begins before Celery has heard of it. That
-they are done with goes over one connection whose answers are read when the next notes are sent.
+several at a time when many wait. In a worker with an engine its loop does so
+(:mod:`omniq_workers.intake`), and work on a stage's begins before Celery has heard of it. That
+messages are done with goes over one connection whose answers are read when the next notes are sent.
 Where the server does not allow this, messages are taken and noted as kombu does.
 
 What is no message at all, or none that Celery can take, is set aside in a list of its own: it
 neither stops the worker nor comes again.
 
-Everything here runs on the hub's thread.
+Everything here runs on the hub's thread, except :meth:`Channel.arrive`.
 """
 
 from __future__ import annotations
 
+import json
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 import hiredis
@@ -29,9 +32,15 @@ from kombu import Connection
 from kombu.transport import redis as kombu_redis
 from kombu.transport import virtual
 from kombu.utils import json as kombu_json
+from redis.exceptions import ConnectionError
 
 from omniq_workers.notes import Notes
 from omniq_workers.take import CannotTake, Taken, Taker
+
+if TYPE_CHECKING:
+    from omniq.jobs.model import StageGrant
+    from omniq_workers.intake import Intake, Slot
+    from omniq_workers.loop import EngineLoop
 
 logger = get_logger(__name__)
 
@@ -42,6 +51,8 @@ SHARE = 4
 ACCEPT = frozenset({"application/json"})
 #: A new message's taking is waited for so long; a further turn of the hub would cost more.
 PATIENCE = 0.002
+#: So long is waited for what is on its way when no more is to be taken.
+PAUSE_SECONDS = 1.0
 #: Most of what was set aside that is kept.
 SET_ASIDE = 1000
 #: What kombu's JSON has that JSON has not.
@@ -87,6 +98,7 @@ class QoS(kombu_redis.QoS):
     def ack(self, delivery_tag: str) -> None:
         """Be done with a message, as soon as the notes are flushed."""
         self.channel.done.append(delivery_tag)
+        self.channel.free(delivery_tag)
         virtual.QoS.ack(self, delivery_tag)
 
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:
@@ -99,6 +111,7 @@ class QoS(kombu_redis.QoS):
     def restore_by_tag(self, tag: str, client: Any = None, leftmost: bool = False) -> None:
         """Put a message back; only after everything noted before has been done."""
         self.channel.settle()
+        self.channel.free(tag)
         super().restore_by_tag(tag, client, leftmost)
 
 
@@ -114,10 +127,20 @@ class Channel(kombu_redis.Channel):
         self.noted: set[str] = set()
         #: Tags of messages that are done with, and not yet noted so.
         self.done: list[str] = []
-        #: Messages that are worked on already, and their queues; :meth:`hand_over` delivers them.
-        self.ahead: list[tuple[Message, str]] = []
-        #: Starts to work on a message; False: it has to be delivered first.
-        self.start_ahead: Callable[[Message], bool] | None = None
+        #: What the engine's loop has taken, for :meth:`hand_over`: messages that are worked on
+        #: already, and others, with their queues.
+        self.ahead: deque[tuple[Message, str]] = deque()
+        self.arrived: deque[tuple[dict[str, Any], str]] = deque()
+        #: Starts to work on a message; False: it has to be delivered first. On the engine's thread.
+        self.start_ahead: Callable[[Message, Slot, StageGrant | None], bool] | None = None
+        #: Undoes the begin of a message's run, then calls its last argument.
+        self.give_back: Callable[[Message, StageGrant, Callable[[], None]], None] | None = None
+        #: Is told the ids of the tasks that were ahead, and of which Celery has heard now.
+        self.handed: Callable[[list[str]], object] = _nothing
+        self._wake: Callable[[], object] = _nothing
+        self._intake: Intake | None = None
+        self._loop: EngineLoop | None = None
+        self._slots: dict[str, Slot] = {}
         self._notes: Notes | None = None
         #: None: not looked at yet, or the connection is another one; False: messages are taken as
         #: kombu does.
@@ -206,6 +229,10 @@ class Channel(kombu_redis.Channel):
         if not queues:
             return
         connection = self.client.connection
+        if self._intake is not None:
+            # Nothing is asked for here; it is read when the connection breaks.
+            self._in_poll, self._brpop_sent_at = connection, None
+            return
         self._brpop_sent_at = time.monotonic()
         taker = self._taker_of(connection)
         self._in_poll = connection
@@ -254,6 +281,9 @@ class Channel(kombu_redis.Channel):
 
     def _brpop_read(self, **options: Any) -> bool:
         try:
+            if self._intake is not None:
+                self._nothing_comes()
+                raise Empty
             taken = self._taken() if self._taker else self._popped()
         except self.connection_errors:
             self._in_poll = None
@@ -262,15 +292,23 @@ class Channel(kombu_redis.Channel):
         if taken is None:
             raise Empty
         if taken.undecodable:
-            logger.error(
-                "%d messages of queue %s cannot be decoded; they lie in list %s",
-                taken.undecodable, taken.queue, self.undecodable_key,
-            )  # fmt: skip
+            self.report(taken.undecodable, taken.queue)
         queue = taken.queue.rsplit(self.sep, 1)[0]
         self._queue_cycle.rotate(queue)
         for item in taken.messages:
             self._take(item, queue)
         return True
+
+    def report(self, count: int, queue: str) -> None:
+        """Say that messages were set aside."""
+        logger.error(
+            "%d messages of queue %s cannot be decoded; they lie in list %s",
+            count, queue, self.undecodable_key,
+        )  # fmt: skip
+
+    def _nothing_comes(self) -> None:
+        if not self.client.connection._sock.recv(1 << 16):
+            raise ConnectionError("the broker closed the connection")
 
     def _taken(self) -> Taken | None:
         taker = self._taker
@@ -312,19 +350,12 @@ class Channel(kombu_redis.Channel):
         return Taken(queue, [item], 0)
 
     def _take(self, item: bytes, queue: str) -> None:
-        """Deliver a message that is noted as received, or start on it before."""
-        raw = _loads(item)
-        tag = raw["properties"]["delivery_tag"]
+        """Deliver a message that is noted as received."""
+        self._deliver(_loads(item), queue)
 
-        def deliver() -> None:
-            message = self.Message(raw, channel=self, accept=ACCEPT)
-            self.noted.add(tag)
-            if self.start_ahead is not None and self.start_ahead(message):
-                self.ahead.append((message, queue))
-            else:
-                self.connection._deliver(raw, queue)
-
-        self._guarded(deliver, raw, queue)
+    def _deliver(self, raw: dict[str, Any], queue: str) -> None:
+        self.noted.add(raw["properties"]["delivery_tag"])
+        self._guarded(partial(self.connection._deliver, raw, queue), raw, queue)
 
     def _guarded(self, deliver: Callable[[], object], raw: dict[str, Any], queue: str) -> None:
         """Deliver a message; set it aside if it is not what those expect who get it."""
@@ -359,16 +390,93 @@ class Channel(kombu_redis.Channel):
         self.notes.add("LPUSH", self.undecodable_key, item)
         self.notes.add("LTRIM", self.undecodable_key, 0, SET_ASIDE - 1)
 
+    # -- messages taken by the engine's loop ---------------------------------------------------
+
+    def take_on(self, loop: EngineLoop, intake: Intake, wake: Callable[[], object]) -> None:
+        """Have messages taken by ``intake``, which has been started on ``loop``.
+
+        Args:
+            wake: has :meth:`hand_over` called soon, from any thread.
+        """
+        self._loop, self._intake, self._wake = loop, intake, wake
+        self._consume()
+
+    def _consume(self) -> None:
+        if self._intake is not None and self._loop is not None:
+            queues = self._queue_cycle.consume(len(self.active_queues))
+            lists = self._keys(tuple(queues)) if queues else ()
+            self._loop.call(self._intake.consume, lists)
+
+    def _pause(self) -> None:
+        """Take no more; what was on its way has arrived after this, if the loop turns."""
+        if self._intake is None or self._loop is None:
+            return
+        if self._loop.silence > PAUSE_SECONDS:
+            self._loop.spawn(self._intake.pause())
+            return
+        try:
+            self._loop.run(self._intake.pause(), timeout=PAUSE_SECONDS)
+        except TimeoutError:
+            logger.warning("messages on their way to this worker may come again")
+
+    def take_no_more(self) -> None:
+        """The connection is gone, or going: what is on its way is delivered again."""
+        if self._intake is not None and self._loop is not None:
+            self._loop.call(self._intake.close)
+            self._pause()
+
+    def arrive(self, intake: Intake, item: bytes, name: str, grant: StageGrant | None) -> None:
+        """Start to work on a message that is noted as received, or have it delivered before.
+
+        On the engine's thread.
+        """
+        try:
+            raw = _loads(item)
+        except ValueError:  # the server's script is less strict; what it is good for shows later
+            raw = json.loads(item.decode(errors="replace"))
+        tag, queue = raw["properties"]["delivery_tag"], name.rsplit(self.sep, 1)[0]
+        slot = self._slots[tag] = intake.hold(tag)
+        try:
+            message = self.Message(raw, channel=self, accept=ACCEPT)
+            if self.start_ahead is not None and self.start_ahead(message, slot, grant):
+                self.ahead.append((message, queue))
+                return
+        except Exception:  # delivering it shows what is wrong, to those who set it aside
+            logger.debug("message %s has to be delivered first", tag, exc_info=True)
+            message = None
+
+        def arrived() -> None:
+            self.arrived.append((raw, queue))
+            self._wake()
+
+        if grant is not None and message is not None and self.give_back is not None:
+            self.give_back(message, grant, arrived)
+        else:
+            arrived()
+
+    def free(self, tag: str) -> None:
+        """A message takes up no room any more."""
+        slot = self._slots.pop(tag, None)
+        if slot is not None and slot.intake.holds(tag) and self._loop is not None:
+            self._loop.call(slot.free)
+
     def hand_over(self) -> None:
-        """Deliver the messages that are being worked on already."""
-        ahead, self.ahead = self.ahead, []
-        for message, queue in ahead:
+        """Deliver what the engine's loop has taken."""
+        ids = []
+        while self.ahead:
+            message, queue = self.ahead.popleft()
+            ids.append(message.headers["id"])
+            self.noted.add(message.delivery_tag)
             if queue in self.connection._callbacks:
                 self.qos.append(message, message.delivery_tag)
                 deliver = partial(self._callback_of[queue], message)
             else:  # not consumed from any more: it goes back
                 deliver = partial(self.connection._deliver, message._raw, queue)
             self._guarded(deliver, message._raw, queue)
+        if ids:
+            self.handed(ids)
+        while self.arrived:
+            self._deliver(*self.arrived.popleft())
 
     def _receive(self) -> Any:
         # What Celery is asked about tasks, or told to do with them, is of all that run here.
@@ -383,17 +491,23 @@ class Channel(kombu_redis.Channel):
         """Consume from a queue."""
         self._callback_of[queue] = callback
         self.look_again()
-        return super().basic_consume(queue, no_ack, callback, consumer_tag, *args, **kwargs)
+        answer = super().basic_consume(queue, no_ack, callback, consumer_tag, *args, **kwargs)
+        self._consume()
+        return answer
 
     def basic_cancel(self, consumer_tag: str) -> None:
         """Consume no more; what has been started is delivered before."""
+        self._pause()
         self.hand_over()
         super().basic_cancel(consumer_tag)
         self.look_again()
+        self._consume()
 
     def close(self) -> None:
         """Note what is still to be noted; then as kombu."""
         if not self.closed:
+            self.take_no_more()
+            self.hand_over()
             try:
                 self.settle()
             except self.connection_errors as exc:
@@ -441,6 +555,10 @@ class StageConnection(Connection):
         """The transport's class."""
         found: type[Any] = super().get_transport_cls()
         return Transport if found is kombu_redis.Transport else found
+
+
+def _nothing(*_: object) -> None:
+    """Until somebody else sees to it."""
 
 
 def _loads(item: bytes) -> dict[str, Any]:

@@ -141,23 +141,6 @@ local function handed(stage)
   return found
 end
 
--- Messages among the arguments, from ARGV[at] on: their number, the channel of Celery's events, and
--- for each its stage, the message, its task-sent event or ''. KEYS[first...] = their queues.
-local function messages(at, first)
-  local found = {}
-  for i = 1, tonumber(ARGV[at]) do
-    local a = at + 3 * i - 1
-    found[i] = {queue = KEYS[first + i - 1], channel = ARGV[at + 1], stage = ARGV[a],
-                message = ARGV[a + 1], event = ARGV[a + 2]}
-  end
-  return found
-end
-
-local function send(m)
-  redis.call('LPUSH', m.queue, m.message)
-  if m.event ~= '' then redis.call('PUBLISH', m.channel, m.event) end
-end
-
 -- The only way into a final state.
 local function finalise(state, err)
   for _, s in ipairs(stages()) do
