@@ -34,9 +34,9 @@ def job(job_id: str) -> str:
     return f"{_ns()}:job:{{{job_id}}}"
 
 
-def job_end(job_id: str) -> str:
-    """Written for a moment when the job ends, and only then: a change to be told of."""
-    return f"{job(job_id)}:end"
+def end_channel(member: str) -> str:
+    """Pub/sub channel: final records of jobs that somebody waits for."""
+    return f"{_ns()}:ended:{member}"
 
 
 def job_events(job_id: str) -> str:

@@ -49,7 +49,7 @@ class JobStore:
 
     def __init__(self, redis: Client) -> None:
         self.redis = redis
-        self._watching = Watching(redis)
+        self._watching = Watching(redis, self._end)
         self._scripts = scripts.register(redis)
 
     @classmethod
@@ -369,8 +369,15 @@ class JobStore:
         Raises:
             JobNotFound: unknown job.
         """
-        await self._watching.ended(job_id, timeout)
-        return await self.get(job_id)
+        raw = await self._watching.ended(job_id, timeout)
+        return await self.get(job_id) if raw is None else read_record(raw)
+
+    async def _end(self, job_id: str, channel: str) -> dict[bytes, bytes] | None:
+        """See :data:`omniq.jobs.watch.Look`."""
+        found = await self._run("wait_end", job_id, [channel])
+        if found == 0:
+            raise not_found(job_id)
+        return None if found == 1 else dict(zip(found[::2], found[1::2], strict=True))
 
     def stop_watching(self) -> None:
         """End every :meth:`events` and :meth:`wait` of this store, now and later, as if time were

@@ -56,7 +56,7 @@ class StageConsumer(Consumer):
         loop, hub = self.pool.loop, self.hub
         try:
             loop.run(intake.start())
-        except (RedisError, TimeoutError) as exc:
+        except RedisError as exc:
             logger.warning("messages are taken by the way of Celery's own loop: %s", exc)
             loop.call(intake.close)
         else:

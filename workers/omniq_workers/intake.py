@@ -29,6 +29,7 @@ from uuid import uuid4
 
 import orjson
 from celery.utils.log import get_logger
+from redis.exceptions import ConnectionError, RedisError
 
 from omniq import keys
 from omniq.jobs.model import StageGrant
@@ -46,7 +47,6 @@ LOOK_AGAIN = 1.0
 #: A worker that has not renewed its place for so many seconds is passed over.
 HEARS = 3.0
 RECONNECT_SECONDS = 0.3
-START_SECONDS = 3.0
 
 
 @dataclass(eq=False, slots=True)
@@ -110,7 +110,6 @@ class Intake:
         self._answer: asyncio.Future[None] | None = None
         #: Whether a queue has, or may have, messages.
         self._told = True
-        self._listening: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._opening: asyncio.Task[None] | None = None
         self._closed = False
@@ -127,18 +126,12 @@ class Intake:
         """Listen; messages come from :meth:`consume` on.
 
         Raises:
-            TimeoutError: the server does not let this worker listen.
-            redis.exceptions.RedisError: it cannot be reached, or refuses to tell of changes.
+            redis.exceptions.RedisError: the server cannot be reached, or refuses to tell.
         """
-        async with asyncio.timeout(START_SECONDS):
-            await self._listen()
-
-    async def _listen(self) -> None:
-        await self._line.ask("PING")
         member = f"{self._worker}|{uuid4().hex[:12]}"
-        self._listening = asyncio.get_running_loop().create_future()
-        self._line.post("SUBSCRIBE", keys.hand_channel(member))
-        await self._listening
+        await self._line.subscribe(keys.hand_channel(member))
+        if not self._line.connected:
+            raise ConnectionError("the connection to the broker has ended")
         self._member, self._known, self._asked, self._told = member, 0, False, True
         self._look_again()
 
@@ -260,15 +253,11 @@ class Intake:
         elif kind == b"invalidate":
             self._told = True
             self._look()
-        elif kind == b"subscribe" and self._listening is not None and not self._listening.done():
-            self._listening.set_result(None)
 
     # -- the connection breaks -----------------------------------------------------------------
 
     def _lost(self, reason: Exception) -> None:
         self._member, self._known, self._asked = "", 0, False
-        if self._listening is not None and not self._listening.done():
-            self._listening.set_exception(reason)
         if not self._closed and (self._opening is None or self._opening.done()):
             self._opening = asyncio.create_task(self._reopen())
 
@@ -276,7 +265,7 @@ class Intake:
         while True:
             try:
                 await self.start()
-            except (*UNAVAILABLE, TimeoutError) as exc:
+            except RedisError as exc:
                 logger.warning("no messages are taken: %s", exc)
                 self._line.close()
                 await asyncio.sleep(RECONNECT_SECONDS)

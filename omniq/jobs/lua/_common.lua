@@ -3,7 +3,7 @@
 -- events kept, key prefix of the namespace ("omniq:").
 --
 -- A job hash holds: spec, state, up (stage -> stages before it), created/started/finished, error,
--- "v:<output>" and "a:<artifact>" results, and per stage "<stage>|<field>". For chunk streams:
+-- "v:<output>" and "a:<artifact>" results, "w:<channel>" of who waits for its end, and per stage "<stage>|<field>". For chunk streams:
 -- "<stage>|alive" (its lease), "<stage>|streams" (what it hands on while it runs) and
 -- "<reader>|window:<stage>" (the run of <stage> whose first window is there).
 
@@ -155,13 +155,17 @@ local function finalise(state, err)
   end
   event('job.' .. state, nil, data)
   free_blobs()
+  local waiters = {}
   for _, field in ipairs(redis.call('HKEYS', JOB)) do
-    if string.sub(field, 1, 2) == 'a:' then
-      redis.call('PEXPIRE', cjson.decode(get(field)).key, RETENTION)
-    end
+    local kind = string.sub(field, 1, 2)
+    if kind == 'a:' then redis.call('PEXPIRE', cjson.decode(get(field)).key, RETENTION) end
+    if kind == 'w:' then waiters[#waiters + 1] = field end
+  end
+  if #waiters > 0 then
+    redis.call('HDEL', JOB, unpack(waiters))
+    local record = cjson.encode({string.match(JOB, '{(.*)}$'), redis.call('HGETALL', JOB)})
+    for _, field in ipairs(waiters) do redis.call('PUBLISH', string.sub(field, 3), record) end
   end
   redis.call('PEXPIRE', JOB, RETENTION)
   redis.call('PEXPIRE', EVENTS, RETENTION)
-  redis.call('SET', JOB .. ':end', state)  -- who waits for it is told
-  redis.call('DEL', JOB .. ':end')
 end
