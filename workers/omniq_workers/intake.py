@@ -105,7 +105,8 @@ class Intake:
         self._lists: Sequence[str] = ()
         self._held: set[str] = set()
         self._known = 0
-        self._member = ""
+        #: Name of the place, while the connection is there; and the last one.
+        self._member = self._left = ""
         self._asked = False
         self._answer: asyncio.Future[None] | None = None
         #: Whether a queue has, or may have, messages.
@@ -132,7 +133,10 @@ class Intake:
         await self._line.subscribe(keys.hand_channel(member))
         if not self._line.connected:
             raise ConnectionError("the connection to the broker has ended")
-        self._member, self._known, self._asked, self._told = member, 0, False, True
+        if self._left:
+            await self._line.ask("ZREM", self.waiting, self._left)
+        self._left = self._member = member
+        self._known, self._asked, self._told = 0, False, True
         self._look_again()
 
     def consume(self, lists: Sequence[str]) -> None:

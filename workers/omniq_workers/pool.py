@@ -96,7 +96,7 @@ class EnginePool(BasePool):
         self._connection = 0
         self._here, self._aside = Tracers(quiet=True), Tracers(quiet=False)
         self._settled: queue.SimpleQueue[tuple[Flight, Any]] = queue.SimpleQueue()
-        #: Tasks that run already, by id, and that Celery has still to hear of.
+        #: Tasks that run already, by delivery tag, and that Celery has still to hear of.
         self._ahead: dict[str, Flight] = {}
         #: A call of :meth:`_wake` is due; used on the engine's thread only.
         self._waking = False
@@ -197,7 +197,7 @@ class EnginePool(BasePool):
         """Take one task; returns at once."""
         name, uuid = args[0], args[1]
         request = callback.__self__  # the callbacks are methods of Celery's request
-        ahead = self._ahead.pop(uuid, None)
+        ahead = self._ahead.pop(request.message.delivery_tag, None)
         if ahead is not None:
             ahead.delivery.accept(args, request)
             accept_callback(os.getpid(), ahead.started)
@@ -249,7 +249,7 @@ class EnginePool(BasePool):
         delivery = Delivery(message, self._connection)
         flight = Flight(self, self.app.tasks[name], uuid, [delivery], slot=slot, grant=grant)
         self._add(flight)
-        self._ahead[uuid] = flight
+        self._ahead[message.delivery_tag] = flight
         self._spawn(flight)
         self._wake_later()
         return True
@@ -266,10 +266,10 @@ class EnginePool(BasePool):
 
         self.loop.spawn(undo())
 
-    def handed(self, ids: list[str]) -> None:
-        """Celery has heard of these tasks, which were ahead of it."""
-        for uuid in ids:
-            flight = self._ahead.pop(uuid, None)
+    def handed(self, tags: list[str]) -> None:
+        """Celery has heard of these messages, whose tasks were ahead of it."""
+        for tag in tags:
+            flight = self._ahead.pop(tag, None)
             if flight is not None:  # it has dropped it: it was revoked before
                 flight.stop(Stop.REVOKED)
 

@@ -135,7 +135,7 @@ class Channel(kombu_redis.Channel):
         self.start_ahead: Callable[[Message, Slot, StageGrant | None], bool] | None = None
         #: Undoes the begin of a message's run, then calls its last argument.
         self.give_back: Callable[[Message, StageGrant, Callable[[], None]], None] | None = None
-        #: Is told the ids of the tasks that were ahead, and of which Celery has heard now.
+        #: Is told the tags of messages that were ahead, and of which Celery has heard now.
         self.handed: Callable[[list[str]], object] = _nothing
         self._wake: Callable[[], object] = _nothing
         self._intake: Intake | None = None
@@ -375,6 +375,7 @@ class Channel(kombu_redis.Channel):
                 self.qos.ack(tag)
             else:
                 self.done.append(tag)
+                self.free(tag)
             self.flush()
 
     @property
@@ -462,10 +463,10 @@ class Channel(kombu_redis.Channel):
 
     def hand_over(self) -> None:
         """Deliver what the engine's loop has taken."""
-        ids = []
+        tags = []
         while self.ahead:
             message, queue = self.ahead.popleft()
-            ids.append(message.headers["id"])
+            tags.append(message.delivery_tag)
             self.noted.add(message.delivery_tag)
             if queue in self.connection._callbacks:
                 self.qos.append(message, message.delivery_tag)
@@ -473,8 +474,8 @@ class Channel(kombu_redis.Channel):
             else:  # not consumed from any more: it goes back
                 deliver = partial(self.connection._deliver, message._raw, queue)
             self._guarded(deliver, message._raw, queue)
-        if ids:
-            self.handed(ids)
+        if tags:
+            self.handed(tags)
         while self.arrived:
             self._deliver(*self.arrived.popleft())
 
