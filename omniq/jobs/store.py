@@ -179,12 +179,8 @@ class JobStore:
         max_deliveries: int = 10,
     ) -> StageGrant:
         """What a worker that received the task of (job, stage) must do with it."""
-        verdict, fence, attempt, spec, payload, state = await self._run(
-            "begin_stage",
-            job_id,
-            [stage, worker, int(redelivered), max_deliveries],
-        )
-        return read_grant([verdict.decode(), fence, attempt, spec, payload, state.decode()])
+        arguments = [stage, worker, int(redelivered), max_deliveries]
+        return read_grant(await self._run("begin_stage", job_id, arguments))
 
     async def progress(self, job_id: str, stage: str, fence: int, step: int, total: int) -> bool:
         """Note that ``step`` of ``total`` units are done.
@@ -387,18 +383,18 @@ class JobStore:
 
 
 def read_grant(answer: Sequence[Any]) -> StageGrant:
-    """What ``begin`` of ``_run.lua`` answered: texts and numbers."""
+    """What ``begin`` of ``_run.lua`` answered, its numbers as such or as digits."""
     verdict, fence, attempt, spec, payload, state = answer
-    found = Verdict(verdict)
+    found = Verdict(verdict.decode())
     body = orjson.loads(payload)
     return StageGrant(
         verdict=found,
-        fence=fence,
-        attempt=attempt,
+        fence=int(fence),
+        attempt=int(attempt),
         spec=JobSpec.model_validate_json(spec) if spec else None,
         upstream=body if found is Verdict.RUN else {},
         outputs=body if found is Verdict.DONE else {},
-        state=JobState(state) if state else None,
+        state=JobState(state.decode()) if state else None,
     )
 
 

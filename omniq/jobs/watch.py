@@ -36,6 +36,7 @@ from redis.exceptions import ResponseError
 
 from omniq import keys
 from omniq.errors import InvalidRequest, JobNotFound
+from omniq.jobs.frames import unframed
 from omniq.jobs.model import JobEvent, JobState
 from omniq.redis_client import Client, broker_errors, line
 
@@ -365,7 +366,7 @@ class Watching:
         """The server says which streams have changed; None: it may be any."""
         kind, changed = message[0], message[1] if len(message) > 1 else None
         if kind == b"message":
-            self._tell_end(*orjson.loads(message[2]))
+            self._tell_end(message[2])
         if kind != b"invalidate":
             return
         for key in tuple(self._feeds) if changed is None else changed:
@@ -373,11 +374,11 @@ class Watching:
             if feed is not None:
                 self._changed(feed)
 
-    def _tell_end(self, job_id: str, fields: list[str]) -> None:
-        watches = self._ends.get(job_id)
+    def _tell_end(self, data: bytes) -> None:
+        job_id, *fields = unframed(data)
+        watches = self._ends.get(job_id.decode())
         if watches:
-            encoded = [field.encode() for field in fields]
-            record = dict(zip(encoded[::2], encoded[1::2], strict=True))
+            record = dict(zip(fields[::2], fields[1::2], strict=True))
             for watch in watches:
                 watch.record = record
                 watch.behind = True

@@ -37,9 +37,9 @@ class StageConsumer(Consumer):
         channel = self.task_consumer.channel
         if isinstance(self.event_dispatcher, StageDispatcher):
             self.event_dispatcher.beside = channel
-        channel.start_ahead, channel.handed = self.pool.start_ahead, self.pool.handed
-        channel.give_back = self.pool.give_back
-        self.pool.hand_over = channel.hand_over
+        arrivals, pool = channel.arrivals, self.pool
+        arrivals.start_ahead, arrivals.give_back = pool.start_ahead, pool.give_back
+        arrivals.handed, pool.hand_over = pool.handed, arrivals.hand_over
         if self.app.service is not None:
             self._take_on_loop(channel)
         self.pool.tell_after = self.tell_after
@@ -50,7 +50,7 @@ class StageConsumer(Consumer):
         intake = self.app.service.intake(
             own=(channel.unacked_key, channel.unacked_index_key, channel.undecodable_key),
             room=lambda: channel.qos.prefetch_count or 0,
-            arrive=channel.arrive,
+            arrive=channel.arrivals.arrive,
             undecodable=channel.report,
         )
         loop, hub = self.pool.loop, self.hub
@@ -60,7 +60,7 @@ class StageConsumer(Consumer):
             logger.warning("messages are taken by the way of Celery's own loop: %s", exc)
             loop.call(intake.close)
         else:
-            channel.take_on(loop, intake, lambda: hub.call_soon(channel.hand_over))
+            channel.take_by(intake, loop, lambda: hub.call_soon(channel.arrivals.hand_over))
 
     def call_soon_ack(self, p: Any, *args: Any, **kwargs: Any) -> Any:
         """Acknowledge or reject now; kombu's hub may sleep before it does what is called soon."""
@@ -139,8 +139,7 @@ class StageConsumer(Consumer):
         closing the channel, when its transport is gone, and that ends the worker.
         """
         if self.task_consumer is not None:
-            self.task_consumer.channel.take_no_more()
-            self.task_consumer.channel.hand_over()
+            self.task_consumer.channel.arrivals.stop()
         self.pool.connection_lost()
         if self.task_consumer is not None:
             channel = self.task_consumer.channel

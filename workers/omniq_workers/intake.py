@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-import orjson
 from celery.utils.log import get_logger
 from redis.exceptions import ConnectionError, RedisError
 
 from omniq import keys
+from omniq.jobs.frames import unframed
 from omniq.jobs.model import StageGrant
 from omniq.jobs.store import read_grant
 from omniq.redis_client import UNAVAILABLE, Client, line
@@ -252,8 +252,8 @@ class Intake:
         kind = push[0]
         if kind == b"message":
             self._known -= 1
-            item, grant = orjson.loads(push[2])
-            self._arrive(self, item.encode(), self._queue, read_grant(grant))
+            item, *grant = unframed(push[2])
+            self._arrive(self, item, self._queue, read_grant(grant))
         elif kind == b"invalidate":
             self._told = True
             self._look()

@@ -11,14 +11,12 @@ Where the server does not allow this, messages are taken and noted as kombu does
 What is no message at all, or none that Celery can take, is set aside in a list of its own: it
 neither stops the worker nor comes again.
 
-Everything here runs on the hub's thread, except :meth:`Channel.arrive`.
+Everything here runs on the hub's thread.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty
@@ -34,12 +32,13 @@ from kombu.transport import virtual
 from kombu.utils import json as kombu_json
 from redis.exceptions import ConnectionError
 
+from omniq_workers import messages
+from omniq_workers.arrivals import Arrivals
 from omniq_workers.notes import Notes
 from omniq_workers.take import CannotTake, Taken, Taker
 
 if TYPE_CHECKING:
-    from omniq.jobs.model import StageGrant
-    from omniq_workers.intake import Intake, Slot
+    from omniq_workers.intake import Intake
     from omniq_workers.loop import EngineLoop
 
 logger = get_logger(__name__)
@@ -47,31 +46,10 @@ logger = get_logger(__name__)
 #: Most messages taken at once, and which part of the room a worker has: the rest is for others.
 MOST = 8
 SHARE = 4
-#: Content types of messages that are worked on ahead; all that the application accepts.
-ACCEPT = frozenset({"application/json"})
 #: A new message's taking is waited for so long; a further turn of the hub would cost more.
 PATIENCE = 0.002
-#: So long is waited for what is on its way when no more is to be taken.
-PAUSE_SECONDS = 1.0
 #: Most of what was set aside that is kept.
 SET_ASIDE = 1000
-#: What kombu's JSON has that JSON has not.
-TYPED = b'"__type__"'
-
-
-class Message(virtual.Message):
-    """A message whose JSON is decoded fast."""
-
-    def _decode(self) -> Any:
-        body = self.body
-        if (
-            self.content_type == "application/json"
-            and self.content_type in (self.accept or ())
-            and isinstance(body, bytes)
-            and TYPED not in body
-        ):
-            return orjson.loads(body)
-        return super()._decode()
 
 
 class QoS(kombu_redis.QoS):
@@ -93,12 +71,12 @@ class QoS(kombu_redis.QoS):
     def can_consume_max_estimate(self) -> int | None:
         """How many messages there is room for; None: any number."""
         room: int | None = super().can_consume_max_estimate()
-        return None if room is None else max(0, room - len(self.channel.ahead))
+        return None if room is None else max(0, room - self.channel.arrivals.ahead)
 
     def ack(self, delivery_tag: str) -> None:
         """Be done with a message, as soon as the notes are flushed."""
         self.channel.done.append(delivery_tag)
-        self.channel.free(delivery_tag)
+        self.channel.arrivals.free(delivery_tag)
         virtual.QoS.ack(self, delivery_tag)
 
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:
@@ -111,7 +89,7 @@ class QoS(kombu_redis.QoS):
     def restore_by_tag(self, tag: str, client: Any = None, leftmost: bool = False) -> None:
         """Put a message back; only after everything noted before has been done."""
         self.channel.settle()
-        self.channel.free(tag)
+        self.channel.arrivals.free(tag)
         super().restore_by_tag(tag, client, leftmost)
 
 
@@ -119,7 +97,7 @@ class Channel(kombu_redis.Channel):
     """See the module's text."""
 
     QoS = QoS
-    Message = Message
+    Message = messages.Message
     _brpop_sent_at: float | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -127,20 +105,8 @@ class Channel(kombu_redis.Channel):
         self.noted: set[str] = set()
         #: Tags of messages that are done with, and not yet noted so.
         self.done: list[str] = []
-        #: What the engine's loop has taken, for :meth:`hand_over`: messages that are worked on
-        #: already, and others, with their queues.
-        self.ahead: deque[tuple[Message, str]] = deque()
-        self.arrived: deque[tuple[dict[str, Any], str]] = deque()
-        #: Starts to work on a message; False: it has to be delivered first. On the engine's thread.
-        self.start_ahead: Callable[[Message, Slot, StageGrant | None], bool] | None = None
-        #: Undoes the begin of a message's run, then calls its last argument.
-        self.give_back: Callable[[Message, StageGrant, Callable[[], None]], None] | None = None
-        #: Is told the tags of messages that were ahead, and of which Celery has heard now.
-        self.handed: Callable[[list[str]], object] = _nothing
-        self._wake: Callable[[], object] = _nothing
-        self._intake: Intake | None = None
-        self._loop: EngineLoop | None = None
-        self._slots: dict[str, Slot] = {}
+        #: What the engine's loop has taken.
+        self.arrivals = Arrivals(self)
         self._notes: Notes | None = None
         #: None: not looked at yet, or the connection is another one; False: messages are taken as
         #: kombu does.
@@ -229,7 +195,7 @@ class Channel(kombu_redis.Channel):
         if not queues:
             return
         connection = self.client.connection
-        if self._intake is not None:
+        if self.arrivals.works:
             # Nothing is asked for here; it is read when the connection breaks.
             self._in_poll, self._brpop_sent_at = connection, None
             return
@@ -281,7 +247,7 @@ class Channel(kombu_redis.Channel):
 
     def _brpop_read(self, **options: Any) -> bool:
         try:
-            if self._intake is not None:
+            if self.arrivals.works:
                 self._nothing_comes()
                 raise Empty
             taken = self._taken() if self._taker else self._popped()
@@ -335,7 +301,7 @@ class Channel(kombu_redis.Channel):
             return None
         queue, item = answer[0].decode(), answer[1]
         try:
-            message = _loads(item)
+            message = messages.loads(item)
             properties = message["properties"]
             info = properties["delivery_info"]
             record = kombu_json.dumps([message, info["exchange"], info["routing_key"]])
@@ -350,10 +316,10 @@ class Channel(kombu_redis.Channel):
         return Taken(queue, [item], 0)
 
     def _take(self, item: bytes, queue: str) -> None:
-        """Deliver a message that is noted as received."""
-        self._deliver(_loads(item), queue)
+        self.deliver(messages.loads(item), queue)
 
-    def _deliver(self, raw: dict[str, Any], queue: str) -> None:
+    def deliver(self, raw: dict[str, Any], queue: str) -> None:
+        """Deliver a message that is noted as received."""
         self.noted.add(raw["properties"]["delivery_tag"])
         self._guarded(partial(self.connection._deliver, raw, queue), raw, queue)
 
@@ -375,7 +341,7 @@ class Channel(kombu_redis.Channel):
                 self.qos.ack(tag)
             else:
                 self.done.append(tag)
-                self.free(tag)
+                self.arrivals.free(tag)
             self.flush()
 
     @property
@@ -391,99 +357,30 @@ class Channel(kombu_redis.Channel):
         self.notes.add("LPUSH", self.undecodable_key, item)
         self.notes.add("LTRIM", self.undecodable_key, 0, SET_ASIDE - 1)
 
-    # -- messages taken by the engine's loop ---------------------------------------------------
+    def deliver_ahead(self, message: messages.Message, queue: str) -> None:
+        """Deliver a message that is noted as received, and is being worked on."""
+        self.noted.add(message.delivery_tag)
+        if queue in self.connection._callbacks:
+            self.qos.append(message, message.delivery_tag)
+            deliver = partial(self._callback_of[queue], message)
+        else:  # not consumed from any more: it goes back
+            deliver = partial(self.connection._deliver, message._raw, queue)
+        self._guarded(deliver, message._raw, queue)
 
-    def take_on(self, loop: EngineLoop, intake: Intake, wake: Callable[[], object]) -> None:
-        """Have messages taken by ``intake``, which has been started on ``loop``.
-
-        Args:
-            wake: has :meth:`hand_over` called soon, from any thread.
-        """
-        self._loop, self._intake, self._wake = loop, intake, wake
+    def take_by(self, intake: Intake, loop: EngineLoop, wake: Callable[[], object]) -> None:
+        """As :meth:`Arrivals.take_by`, of the queues that are consumed from."""
+        self.arrivals.take_by(intake, loop, wake)
         self._consume()
 
     def _consume(self) -> None:
-        if self._intake is not None and self._loop is not None:
-            queues = self._queue_cycle.consume(len(self.active_queues))
-            lists = self._keys(tuple(queues)) if queues else ()
-            self._loop.call(self._intake.consume, lists)
-
-    def _pause(self) -> None:
-        """Take no more; what was on its way has arrived after this, if the loop turns."""
-        if self._intake is None or self._loop is None:
-            return
-        if self._loop.silence > PAUSE_SECONDS:
-            self._loop.spawn(self._intake.pause())
-            return
-        try:
-            self._loop.run(self._intake.pause(), timeout=PAUSE_SECONDS)
-        except TimeoutError:
-            logger.warning("messages on their way to this worker may come again")
-
-    def take_no_more(self) -> None:
-        """The connection is gone, or going: what is on its way is delivered again."""
-        if self._intake is not None and self._loop is not None:
-            self._loop.call(self._intake.close)
-            self._pause()
-
-    def arrive(self, intake: Intake, item: bytes, name: str, grant: StageGrant | None) -> None:
-        """Start to work on a message that is noted as received, or have it delivered before.
-
-        On the engine's thread.
-        """
-        try:
-            raw = _loads(item)
-        except ValueError:  # the server's script is less strict; what it is good for shows later
-            raw = json.loads(item.decode(errors="replace"))
-        tag, queue = raw["properties"]["delivery_tag"], name.rsplit(self.sep, 1)[0]
-        slot = self._slots[tag] = intake.hold(tag)
-        try:
-            message = self.Message(raw, channel=self, accept=ACCEPT)
-            if self.start_ahead is not None and self.start_ahead(message, slot, grant):
-                self.ahead.append((message, queue))
-                return
-        except Exception:  # delivering it shows what is wrong, to those who set it aside
-            logger.debug("message %s has to be delivered first", tag, exc_info=True)
-            message = None
-
-        def arrived() -> None:
-            self.arrived.append((raw, queue))
-            self._wake()
-
-        if grant is not None and message is not None and self.give_back is not None:
-            self.give_back(message, grant, arrived)
-        else:
-            arrived()
-
-    def free(self, tag: str) -> None:
-        """A message takes up no room any more."""
-        slot = self._slots.pop(tag, None)
-        if slot is not None and slot.intake.holds(tag) and self._loop is not None:
-            self._loop.call(slot.free)
-
-    def hand_over(self) -> None:
-        """Deliver what the engine's loop has taken."""
-        tags = []
-        while self.ahead:
-            message, queue = self.ahead.popleft()
-            tags.append(message.delivery_tag)
-            self.noted.add(message.delivery_tag)
-            if queue in self.connection._callbacks:
-                self.qos.append(message, message.delivery_tag)
-                deliver = partial(self._callback_of[queue], message)
-            else:  # not consumed from any more: it goes back
-                deliver = partial(self.connection._deliver, message._raw, queue)
-            self._guarded(deliver, message._raw, queue)
-        if tags:
-            self.handed(tags)
-        while self.arrived:
-            self._deliver(*self.arrived.popleft())
+        queues = self._queue_cycle.consume(len(self.active_queues))
+        self.arrivals.consume(self._keys(tuple(queues)) if queues else ())
 
     def _receive(self) -> Any:
         # What Celery is asked about tasks, or told to do with them, is of all that run here.
         for channel in self.connection.channels:
             if isinstance(channel, Channel):
-                channel.hand_over()
+                channel.arrivals.hand_over()
         return super()._receive()
 
     def basic_consume(
@@ -498,8 +395,7 @@ class Channel(kombu_redis.Channel):
 
     def basic_cancel(self, consumer_tag: str) -> None:
         """Consume no more; what has been started is delivered before."""
-        self._pause()
-        self.hand_over()
+        self.arrivals.pause()
         super().basic_cancel(consumer_tag)
         self.look_again()
         self._consume()
@@ -507,8 +403,9 @@ class Channel(kombu_redis.Channel):
     def close(self) -> None:
         """Note what is still to be noted; then as kombu."""
         if not self.closed:
-            self.take_no_more()
-            self.hand_over()
+            self.arrivals.stop()
+            if self.arrivals.works:
+                self._in_poll = None  # no answer is due
             try:
                 self.settle()
             except self.connection_errors as exc:
@@ -556,14 +453,3 @@ class StageConnection(Connection):
         """The transport's class."""
         found: type[Any] = super().get_transport_cls()
         return Transport if found is kombu_redis.Transport else found
-
-
-def _nothing(*_: object) -> None:
-    """Until somebody else sees to it."""
-
-
-def _loads(item: bytes) -> dict[str, Any]:
-    loaded: dict[str, Any] = (
-        kombu_json.loads(item.decode()) if TYPED in item else orjson.loads(item)
-    )
-    return loaded

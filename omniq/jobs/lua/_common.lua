@@ -39,6 +39,13 @@ local function set(...)
   local pairs_ = {...}
   for i = 1, #pairs_, 2 do FIELDS[pairs_[i]] = tostring(pairs_[i + 1]) end
 end
+-- Many strings as one, for PUBLISH: their lengths as a JSON list, a line feed, the strings. Escaping
+-- them would cost more than all else. Read by omniq/jobs/frames.py.
+local function framed(strings)
+  local lengths = {}
+  for i, s in ipairs(strings) do lengths[i] = #s end
+  return cjson.encode(lengths) .. '\n' .. table.concat(strings)
+end
 local function sget(stage, field) return get(stage .. '|' .. field) end
 local function sset(stage, field, value) set(stage .. '|' .. field, value) end
 
@@ -163,7 +170,9 @@ local function finalise(state, err)
   end
   if #waiters > 0 then
     redis.call('HDEL', JOB, unpack(waiters))
-    local record = cjson.encode({string.match(JOB, '{(.*)}$'), redis.call('HGETALL', JOB)})
+    local record = redis.call('HGETALL', JOB)
+    table.insert(record, 1, string.match(JOB, '{(.*)}$'))
+    record = framed(record)
     for _, field in ipairs(waiters) do redis.call('PUBLISH', string.sub(field, 3), record) end
   end
   redis.call('PEXPIRE', JOB, RETENTION)

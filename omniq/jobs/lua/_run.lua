@@ -107,7 +107,8 @@ local function hand(m)
   redis.call('HSET', PREFIX .. 'unacked', m.tag,
              '[' .. m.message .. ',"",' .. cjson.encode(m.queue) .. ']')
   local grant = begin(m.stage, string.match(member, '^(.*)|'), '0', most)
-  redis.call('PUBLISH', hand_channel(member), cjson.encode({m.message, grant}))
+  for i, value in ipairs(grant) do grant[i] = tostring(value) end
+  redis.call('PUBLISH', hand_channel(member), framed({m.message, unpack(grant)}))
   return true
 end
 
