@@ -35,13 +35,10 @@ from omniq.jobs.frames import unframed
 from omniq.jobs.model import StageGrant
 from omniq.jobs.store import read_grant
 from omniq.redis_client import UNAVAILABLE, Client, line
-from omniq_workers.take import DIGEST, SOURCE
+from omniq_workers.take import DIGEST, MOST, SHARE, SOURCE
 
 logger = get_logger(__name__)
 
-#: Most messages taken at once, and which part of the room: the rest is for other workers.
-MOST = 8
-SHARE = 4
 #: The queues are looked at, and the place is renewed, so often, in seconds.
 LOOK_AGAIN = 1.0
 #: A worker that has not renewed its place for so many seconds is passed over.

@@ -22,6 +22,9 @@ from redis.exceptions import ConnectionError, InvalidResponse, ResponseError, Ti
 SOURCE = (Path(__file__).parent / "take.lua").read_text()
 DIGEST = hashlib.sha1(SOURCE.encode(), usedforsecurity=False).hexdigest()
 RECEIVE = 1 << 18
+#: Most messages taken at once, and which part of the room a worker has: the rest is for others.
+MOST = 8
+SHARE = 4
 
 
 class CannotTake(Exception):

@@ -35,7 +35,7 @@ from redis.exceptions import ConnectionError
 from omniq_workers import messages
 from omniq_workers.arrivals import Arrivals
 from omniq_workers.notes import Notes
-from omniq_workers.take import CannotTake, Taken, Taker
+from omniq_workers.take import MOST, SHARE, CannotTake, Taken, Taker
 
 if TYPE_CHECKING:
     from omniq_workers.intake import Intake
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: Most messages taken at once, and which part of the room a worker has: the rest is for others.
-MOST = 8
-SHARE = 4
 #: A new message's taking is waited for so long; a further turn of the hub would cost more.
 PATIENCE = 0.002
 #: Most of what was set aside that is kept.
