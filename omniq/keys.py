@@ -34,9 +34,9 @@ def job(job_id: str) -> str:
     return f"{_ns()}:job:{{{job_id}}}"
 
 
-def job_end(job_id: str) -> str:
-    """Written for a moment when the job ends, and only then: a change to be told of."""
-    return f"{job(job_id)}:end"
+def end_channel(member: str) -> str:
+    """Pub/sub channel: final records of jobs that somebody waits for."""
+    return f"{_ns()}:ended:{member}"
 
 
 def job_events(job_id: str) -> str:
@@ -87,6 +87,21 @@ def worker(worker_id: str) -> str:
 def workers_index() -> str:
     """Sorted set: worker ids by the time they were last seen."""
     return f"{_ns()}:workers"
+
+
+def waiting(queue: str) -> str:
+    """Sorted set: who waits for messages of a queue, by how many each has room for."""
+    return f"{_ns()}:waiting:{queue}"
+
+
+def hears(member: str) -> str:
+    """String with TTL: somebody who waits for messages still listens to :func:`hand_channel`."""
+    return f"{_ns()}:hears:{member}"
+
+
+def hand_channel(member: str) -> str:
+    """Pub/sub channel: messages handed to somebody who waits for them."""
+    return f"{_ns()}:hand:{member}"
 
 
 def blob(blob_id: str) -> str:

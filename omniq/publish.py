@@ -54,6 +54,15 @@ class Post:
     """As kombu reads it."""
     event: bytes
     """Celery's ``task-sent`` event, as kombu reads it."""
+    tag: str
+    """The message's delivery tag."""
+    name: str
+    """Of the queue, without its priority."""
+
+    @property
+    def arguments(self) -> tuple[str | bytes, ...]:
+        """As ``_run.lua`` reads it; besides, the script gets :attr:`queue` as a key."""
+        return self.stage, self.message, self.event, self.tag, self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,11 @@ class Continuation:
     callbacks: list[Signature]
     chain: list[Signature]
     """What else there is, for Celery to send: other people's tasks behind a stage."""
+
+    @property
+    def rest(self) -> dict[str, list[Signature]]:
+        """What Celery has to send, by its names."""
+        return {"callbacks": self.callbacks, "chain": self.chain}
 
 
 def post(
@@ -113,6 +127,7 @@ def post(
             },
         )
     )
+    tag = str(uuid4())
     message = {
         "body": b64encode(body).decode(),
         "content-encoding": "utf-8",
@@ -145,7 +160,7 @@ def post(
             "delivery_info": {"exchange": "", "routing_key": queue},
             "priority": priority or 0,
             "body_encoding": "base64",
-            "delivery_tag": str(uuid4()),
+            "delivery_tag": tag,
         },
     }
     sent = {
@@ -167,6 +182,8 @@ def post(
         queue=queue_key(queue, priority or 0),
         message=orjson.dumps(message),
         event=_event(sent),
+        tag=tag,
+        name=queue,
     )
 
 

@@ -41,7 +41,7 @@ UNAVAILABLE = (
 )
 
 
-SHARED_LINE = frozenset({"EVALSHA", "HGET", "HGETALL", "PING", "SCRIPT LOAD"})
+SHARED_LINE = frozenset({"EVAL", "EVALSHA", "HGET", "HGETALL", "PING", "SCRIPT LOAD"})
 """Commands of all tasks that go over one connection: short to carry out, with short answers."""
 
 

@@ -87,6 +87,17 @@ class Line:
         else:
             self._wire.send(command, take)
 
+    async def subscribe(self, channel: str) -> None:
+        """Have what is published to a channel handed to ``on_push``, until the connection ends.
+
+        Raises:
+            redis.exceptions.RedisError: as :meth:`ask`.
+        """
+        wire = self._wire or await self._opened()
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        wire.subscribe(channel, _into(done))
+        await done
+
     def close(self) -> None:
         """Close the connection; what waits for an answer fails. It may be used again."""
         if self._opening is not None:
@@ -171,13 +182,28 @@ class _Wire(asyncio.Protocol):
         if self.failure is not None:
             take(self.failure)
             return
-        packed = hiredis.pack_command(command)  # type: ignore[arg-type]  # its stub is narrow
         now = self._loop.time()
         self._waiting.append((now, take))
         if self._watch is None:
             self._watch = self._loop.call_at(now + self._timeout, self._look)
+        self.write(command)
+
+    def subscribe(self, channel: str, take: Take) -> None:
+        """Subscribe, which the server confirms by a push message, and refuses by an answer."""
+
+        def taken(answer: Any) -> None:
+            if isinstance(answer, exceptions.ResponseError):  # the answer to PING comes next
+                self._waiting.appendleft((self._loop.time(), _ignore))
+            take(answer)
+
+        self.write(("SUBSCRIBE", channel))
+        self.send(("PING",), taken)
+
+    def write(self, command: tuple[Argument, ...]) -> None:
+        """Write what no answer is waited for, at the end of this turn of the loop."""
         if not self._unsent:
             self._loop.call_soon(self._flush)
+        packed = hiredis.pack_command(command)  # type: ignore[arg-type]  # its stub is narrow
         self._unsent.append(packed)
 
     def _flush(self) -> None:
@@ -265,6 +291,10 @@ def _into(future: asyncio.Future[Any]) -> Take:
             future.set_result(answer)
 
     return take
+
+
+def _ignore(_: object) -> None:
+    """Take an answer that nobody waits for."""
 
 
 def _retrieved(task: asyncio.Task[_Wire]) -> None:

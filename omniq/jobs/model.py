@@ -191,6 +191,8 @@ class Finished:
     recorded: bool
     garbage: list[str]
     """References (JSON) of blobs in the shared memory of the caller's host that it may free now."""
+    known: bool = False
+    """Whether those who send know that the caller has room for another message."""
 
     def __bool__(self) -> bool:
         return self.recorded

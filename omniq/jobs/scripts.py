@@ -1,4 +1,4 @@
-"""The job store's Lua scripts, each a named file in ``lua/`` with ``_common.lua`` in front."""
+"""The job store's Lua scripts, each a named file in ``lua/`` with those behind ``_`` in front."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent / "lua"
 @lru_cache(maxsize=1)
 def sources() -> dict[str, str]:
     """Complete source of every script by name."""
-    common = (FOLDER / "_common.lua").read_text()
+    common = "\n".join(file.read_text() for file in sorted(FOLDER.glob("_*.lua")))
     files = sorted(FOLDER.glob("[a-z]*.lua"))
     return {file.stem: common + "\n" + file.read_text() for file in files}
 

@@ -49,7 +49,7 @@ class JobStore:
 
     def __init__(self, redis: Client) -> None:
         self.redis = redis
-        self._watching = Watching(redis)
+        self._watching = Watching(redis, self._end)
         self._scripts = scripts.register(redis)
 
     @classmethod
@@ -179,22 +179,8 @@ class JobStore:
         max_deliveries: int = 10,
     ) -> StageGrant:
         """What a worker that received the task of (job, stage) must do with it."""
-        verdict, fence, attempt, spec, payload, state = await self._run(
-            "begin_stage",
-            job_id,
-            [stage, worker, int(redelivered), max_deliveries],
-        )
-        found = Verdict(verdict.decode())
-        body = orjson.loads(payload)
-        return StageGrant(
-            verdict=found,
-            fence=fence,
-            attempt=attempt,
-            spec=JobSpec.model_validate_json(spec) if spec else None,
-            upstream=body if found is Verdict.RUN else {},
-            outputs=body if found is Verdict.DONE else {},
-            state=JobState(state.decode()) if state else None,
-        )
+        arguments = [stage, worker, int(redelivered), max_deliveries]
+        return read_grant(await self._run("begin_stage", job_id, arguments))
 
     async def progress(self, job_id: str, stage: str, fence: int, step: int, total: int) -> bool:
         """Note that ``step`` of ``total`` units are done.
@@ -223,6 +209,8 @@ class JobStore:
         *,
         host: str = "",
         freed: Sequence[str] = (),
+        tag: str = "",
+        place: tuple[str, str] = ("", ""),
     ) -> Finished:
         """Write a run's outputs once and send what follows; ends the job with its last stage.
 
@@ -234,6 +222,10 @@ class JobStore:
                 by the last stage that feeds it.
             host: of the caller, who may free shared memory there without waiting for others.
             freed: what it has freed since it last said so (:attr:`Finished.garbage`).
+            tag: delivery tag of the run's message, if nothing is left to do for it but this: it is
+                acknowledged in the same step.
+            place: where the caller waits for messages and its name there, to be known by this step
+                to have room for one more.
 
         The answer is false if it is refused (another run took over, or the job has ended or is
         being cancelled); the caller frees the blobs it wrote.
@@ -242,7 +234,7 @@ class JobStore:
             n: (_dumps({**a.model_dump(mode="json"), "key": a.key})).decode()
             for n, a in result.artifacts.items()
         }
-        done, *garbage = await self._run(
+        done, known, *garbage = await self._run(
             "finish_stage",
             job_id,
             [
@@ -255,11 +247,13 @@ class JobStore:
                 _dumps(artifacts),
                 host,
                 _dumps(freed),
+                tag,
+                *place,
                 *_posted(posts),
             ],
             *(p.queue for p in posts),
         )
-        return Finished(bool(done), [ref.decode() for ref in garbage])
+        return Finished(bool(done), [ref.decode() for ref in garbage], bool(known))
 
     async def retry_stage(
         self, job_id: str, stage: str, fence: int, error: dict[str, Any], delay: float
@@ -371,8 +365,15 @@ class JobStore:
         Raises:
             JobNotFound: unknown job.
         """
-        await self._watching.ended(job_id, timeout)
-        return await self.get(job_id)
+        raw = await self._watching.ended(job_id, timeout)
+        return await self.get(job_id) if raw is None else read_record(raw)
+
+    async def _end(self, job_id: str, channel: str) -> dict[bytes, bytes] | None:
+        """See :data:`omniq.jobs.watch.Look`."""
+        found = await self._run("wait_end", job_id, [channel])
+        if found == 0:
+            raise not_found(job_id)
+        return None if found == 1 else dict(zip(found[::2], found[1::2], strict=True))
 
     def stop_watching(self) -> None:
         """End every :meth:`events` and :meth:`wait` of this store, now and later, as if time were
@@ -381,11 +382,27 @@ class JobStore:
         self._watching.stop()
 
 
+def read_grant(answer: Sequence[Any]) -> StageGrant:
+    """What ``begin`` of ``_run.lua`` answered, its numbers as such or as digits."""
+    verdict, fence, attempt, spec, payload, state = answer
+    found = Verdict(verdict.decode())
+    body = orjson.loads(payload)
+    return StageGrant(
+        verdict=found,
+        fence=int(fence),
+        attempt=int(attempt),
+        spec=JobSpec.model_validate_json(spec) if spec else None,
+        upstream=body if found is Verdict.RUN else {},
+        outputs=body if found is Verdict.DONE else {},
+        state=JobState(state.decode()) if state else None,
+    )
+
+
 def _posted(posts: Sequence[Post]) -> list[Any]:
     """Arguments of a script that sends ``posts``; their queues are its last keys."""
     if not posts:
         return [0, ""]
-    return [len(posts), event_channel(), *(x for p in posts for x in (p.stage, p.message, p.event))]
+    return [len(posts), event_channel(), *(x for p in posts for x in p.arguments)]
 
 
 def _place(cursor: str | None) -> tuple[float, str] | None:

@@ -10,11 +10,11 @@ whatever comes twice is dropped and nothing can be missed: reading and being tol
 change is one step on the server. One that does not keep up loses its buffer, not its place: it
 reads its backlog again.
 
-Who waits for a job's end only is told of nothing else: a key of its own is written then, for
-a moment.
+Who waits for a job's end only is told of nothing else: it is noted in the record by the name of a
+channel, and the script that ends the job sends the final record there.
 
-A server that does not tell (an old one, or one whose access rules refuse ``CLIENT TRACKING``) is
-asked every ``POLL`` seconds instead.
+A server that does not tell (an old one, or one whose access rules refuse ``CLIENT TRACKING`` or
+``SUBSCRIBE``) is asked every ``POLL`` seconds instead.
 
 Watchers wait on asyncio futures only; cancelling one leaves nothing behind.
 """
@@ -25,15 +25,18 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import orjson
+from redis.exceptions import ResponseError
 
 from omniq import keys
 from omniq.errors import InvalidRequest, JobNotFound
+from omniq.jobs.frames import unframed
 from omniq.jobs.model import JobEvent, JobState
 from omniq.redis_client import Client, broker_errors, line
 
@@ -52,6 +55,12 @@ SILENCE = 15.0
 POLL = 0.25
 """The same where the server does not tell of changes."""
 
+Fields = dict[bytes, bytes]
+"""A job's hash."""
+Look = Callable[[str, str], Awaitable[Fields | None]]
+"""Called with a job's id and a channel, or '': the job's hash if it has ended, else the channel is
+noted. Raises :class:`~omniq.errors.JobNotFound` and :class:`~omniq.errors.BrokerUnavailable`.
+"""
 Order = tuple[int, int]
 """A stream id as numbers: milliseconds, sequence."""
 
@@ -88,7 +97,9 @@ class _Watch:
         self.last = last
         self.behind = True
         self.error: Exception | None = None
-        self.stopped = self.ended = False
+        self.stopped = False
+        self.record: Fields | None = None
+        """The job's hash, once it has ended."""
         self.heard = 0.0
         """When it last got something, where it has to look by itself."""
         self._buffer: deque[Entry] = deque()
@@ -151,11 +162,13 @@ class _Feed:
 class Watching:
     """All watchers of one process (strictly: of one event loop)."""
 
-    def __init__(self, redis: Client) -> None:
-        self._redis = redis
+    def __init__(self, redis: Client, look: Look) -> None:
+        self._redis, self._look = redis, look
         self._feeds: dict[bytes, _Feed] = {}
-        #: Who waits for jobs' ends, by the key that is written then.
-        self._ends: dict[bytes, set[_Watch]] = {}
+        #: Who waits for jobs' ends, by their ids.
+        self._ends: dict[str, set[_Watch]] = {}
+        self._channel = keys.end_channel(uuid4().hex)
+        self._listens = self._deaf = False
         self._due: list[_Feed] = []
         self._closing: asyncio.TimerHandle | None = None
         self._stopped = False
@@ -222,8 +235,8 @@ class Watching:
         finally:
             self._leave(feed, watch)
 
-    async def ended(self, job_id: str, timeout: float | None = None) -> bool:
-        """Wait for a job's end. False: it has not ended within ``timeout``, or this stops.
+    async def ended(self, job_id: str, timeout: float | None = None) -> Fields | None:
+        """The hash of a job that has ended. None: it has not within ``timeout``, or this stops.
 
         Raises:
             JobNotFound: unknown job.
@@ -231,30 +244,41 @@ class Watching:
         """
         loop = asyncio.get_running_loop()
         end = float("inf") if timeout is None else loop.time() + timeout
-        key = keys.job_end(job_id).encode()
         watch = _Watch((0, 0))
         self._stay(watch)
-        self._ends.setdefault(key, set()).add(watch)
+        self._ends.setdefault(job_id, set()).add(watch)
         try:
             while not watch.stopped:
                 watch.restart()
-                with broker_errors():
-                    await self._line.ask("EXISTS", key)  # to be told from here on
-                if await self._ended(job_id):
-                    return True
+                await self._listen()
+                found = await self._look(job_id, "" if self._deaf else self._channel)
+                if found is not None:
+                    return found
                 if (left := end - loop.time()) <= 0:
-                    return False
-                await self._news(watch, min(SILENCE, left))
+                    return None
+                await watch.news(min(POLL if self._deaf else SILENCE, left))
                 self._check(watch)
-                if watch.ended:
-                    return True
-            return False
+                if watch.record is not None:
+                    return watch.record
+            return None
         finally:
-            watches = self._ends[key]
+            watches = self._ends[job_id]
             watches.discard(watch)
             if not watches:
-                del self._ends[key]
+                del self._ends[job_id]
             self._go_idle()
+
+    async def _listen(self) -> None:
+        if self._listens or self._deaf:
+            return
+        try:
+            with broker_errors():
+                await self._line.subscribe(self._channel)
+        except ResponseError as exc:
+            logger.warning("the broker lets nobody listen, jobs are polled: %s", exc)
+            self._deaf = True
+        else:
+            self._listens = True
 
     async def _news(self, watch: _Watch, timeout: float) -> bool:
         """As :meth:`_Watch.news`; looks now and then where nobody tells."""
@@ -341,14 +365,22 @@ class Watching:
     def _told(self, message: list[Any]) -> None:
         """The server says which streams have changed; None: it may be any."""
         kind, changed = message[0], message[1] if len(message) > 1 else None
+        if kind == b"message":
+            self._tell_end(message[2])
         if kind != b"invalidate":
             return
-        for key in (*self._feeds, *self._ends) if changed is None else changed:
+        for key in tuple(self._feeds) if changed is None else changed:
             feed = self._feeds.get(key)
             if feed is not None:
                 self._changed(feed)
-            for watch in self._ends.get(key, ()):
-                watch.ended = changed is not None
+
+    def _tell_end(self, data: bytes) -> None:
+        job_id, *fields = unframed(data)
+        watches = self._ends.get(job_id.decode())
+        if watches:
+            record = dict(zip(fields[::2], fields[1::2], strict=True))
+            for watch in watches:
+                watch.record = record
                 watch.behind = True
                 watch.wake()
 
@@ -389,6 +421,7 @@ class Watching:
                 self._changed(feed)
 
     def _lost(self, reason: Exception) -> None:
+        self._listens = False
         feeds, self._feeds = list(self._feeds.values()), {}
         self._end(feeds, reason)
         for watches in self._ends.values():

@@ -74,10 +74,12 @@ class WorkerRegistry:
         old = time.time() - 10 * MISSED_BEATS * get_settings().heartbeat
         with broker_errors():
             await self.redis.zremrangebyscore(keys.workers_index(), "-inf", old)
-            ids = await self.redis.zrange(keys.workers_index(), 0, -1)
+            # redis-py's own methods look up their signatures at every call; stages ask each second.
+            ids = await self.redis.execute_command("ZRANGE", keys.workers_index(), 0, -1)
             if not ids:
                 return []
-            raw = await self.redis.mget([keys.worker(i.decode()) for i in ids])
+            found = [keys.worker(i.decode()) for i in ids]
+            raw = await self.redis.execute_command("MGET", *found)
         workers = [WorkerInfo.model_validate_json(r) for r in raw if r is not None]
         return sorted(
             (w for w in workers if pipeline is None or w.pipeline == pipeline),

@@ -149,7 +149,7 @@ class ChunkStreams:
         reader, unless another input is missing: whoever makes that one sends for the reader then.
         """
         job_id, stage, fence = run
-        message = [1, event_channel(), post.stage, post.message, post.event]
+        message = [1, event_channel(), *post.arguments]
         args = [stage, fence, reader, *message]
         return bool(await self._run("stream_window", job_id, args, post.queue))
 

@@ -61,6 +61,32 @@ async def test_cancelled_askers_do_not_shift_the_answers_of_others(broker: Valke
                 assert result is None or isinstance(result, asyncio.CancelledError)
 
 
+async def test_a_subscription_is_confirmed_or_refused_and_shifts_no_answer(
+    broker: Valkey, aredis: Redis
+) -> None:
+    rules = ["on", ">x", "~*", "+@all", "resetchannels", "&mine:*"]
+    await aredis.execute_command("ACL", "SETUSER", "limited", *rules)
+    heard: list[list[bytes]] = []
+    async with line(
+        broker.url.replace("://", "://limited:x@"), on_push=lambda push: heard.append(push[:])
+    ) as one:
+        results = await asyncio.gather(
+            one.ask("ECHO", "a"),
+            one.subscribe("theirs:x"),
+            one.ask("ECHO", "b"),
+            one.subscribe("mine:x"),
+            one.ask("ECHO", "c"),
+            return_exceptions=True,
+        )
+        assert isinstance(results.pop(1), ResponseError)
+        assert results == [b"a", b"b", None, b"c"]
+        await aredis.publish("mine:x", "hello")
+        while len(heard) < 2:
+            await asyncio.sleep(0.01)
+    assert heard == [[b"subscribe", b"mine:x", 1], [b"message", b"mine:x", b"hello"]]
+    await aredis.execute_command("ACL", "DELUSER", "limited")
+
+
 async def test_an_error_answer_is_raised_and_the_line_goes_on(broker: Valkey) -> None:
     async with line(broker.url) as one:
         results = await asyncio.gather(

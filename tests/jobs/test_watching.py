@@ -353,3 +353,29 @@ async def test_where_the_broker_does_not_tell_of_changes_jobs_are_polled(
     await asyncio.wait_for(watching, 20)
     assert [h for h in heard if h] == [e.type for e in await seen(store, job.id)]
     assert caplog.text.count("does not tell of changes") == 1
+
+
+async def test_where_nobody_may_listen_the_ends_of_jobs_are_polled(
+    store: JobStore, untold: JobStore, aredis: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    await aredis.execute_command("ACL", "SETUSER", "untold", "resetchannels")
+    job, fence = await running(store)
+    waiting = [asyncio.create_task(untold.wait(job.id, 20)) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    await finish(store, job, fence)
+    for record in await asyncio.gather(*waiting):
+        assert record.state is JobState.SUCCEEDED
+    assert "lets nobody listen" in caplog.text
+
+
+async def test_who_waits_is_sent_the_record_that_anybody_may_read(
+    store: JobStore, aredis: Redis
+) -> None:
+    job, fence = await running(store)
+    waiting = [asyncio.create_task(store.wait(job.id)) for _ in range(3)]
+    while not any(f.startswith(b"w:") for f in await aredis.hkeys(keys.job(job.id))):
+        await asyncio.sleep(0.01)
+    await finish(store, job, fence)
+    read = await store.get(job.id)
+    assert await asyncio.gather(*waiting) == [read] * 3
+    assert not any(f.startswith(b"w:") for f in await aredis.hkeys(keys.job(job.id)))

@@ -78,7 +78,9 @@ class System:
         return (await self.store.get(self.job)).stages[stage].state.value
 
 
-POST = Post(stage="b", queue="queue-of-b", message=b"message", event=b"")
+POST = Post(
+    stage="b", queue="queue-of-b", message=b"message", event=b"", tag="tag", name="queue-of-b"
+)
 
 
 async def new_system() -> System:

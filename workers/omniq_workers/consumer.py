@@ -11,6 +11,7 @@ from typing import Any
 from celery.utils.log import get_logger
 from celery.worker.consumer import Consumer
 from celery.worker.state import maybe_shutdown
+from redis.exceptions import RedisError
 
 from omniq_workers.events import StageDispatcher
 
@@ -36,11 +37,30 @@ class StageConsumer(Consumer):
         channel = self.task_consumer.channel
         if isinstance(self.event_dispatcher, StageDispatcher):
             self.event_dispatcher.beside = channel
-        channel.start_ahead = self.pool.start_ahead
-        self.pool.hand_over = channel.hand_over
+        arrivals, pool = channel.arrivals, self.pool
+        arrivals.start_ahead, arrivals.give_back = pool.start_ahead, pool.give_back
+        arrivals.handed, pool.hand_over = pool.handed, arrivals.hand_over
+        if self.app.service is not None:
+            self._take_on_loop(channel)
         self.pool.tell_after = self.tell_after
         hub.call_repeatedly(LOOK_AGAIN, channel.look_again)
         self.pool.limited = lambda name: self.task_buckets[name] is not None
+
+    def _take_on_loop(self, channel: Any) -> None:
+        intake = self.app.service.intake(
+            own=(channel.unacked_key, channel.unacked_index_key, channel.undecodable_key),
+            room=lambda: channel.qos.prefetch_count or 0,
+            arrive=channel.arrivals.arrive,
+            undecodable=channel.report,
+        )
+        loop, hub = self.pool.loop, self.hub
+        try:
+            loop.run(intake.start())
+        except RedisError as exc:
+            logger.warning("messages are taken by the way of Celery's own loop: %s", exc)
+            loop.call(intake.close)
+        else:
+            channel.take_by(intake, loop, lambda: hub.call_soon(channel.arrivals.hand_over))
 
     def call_soon_ack(self, p: Any, *args: Any, **kwargs: Any) -> Any:
         """Acknowledge or reject now; kombu's hub may sleep before it does what is called soon."""
@@ -119,7 +139,7 @@ class StageConsumer(Consumer):
         closing the channel, when its transport is gone, and that ends the worker.
         """
         if self.task_consumer is not None:
-            self.task_consumer.channel.hand_over()
+            self.task_consumer.channel.arrivals.stop()
         self.pool.connection_lost()
         if self.task_consumer is not None:
             channel = self.task_consumer.channel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -15,6 +16,8 @@ from celery.exceptions import SoftTimeLimitExceeded
 from omniq.errors import EngineError
 
 if TYPE_CHECKING:
+    from omniq.jobs.model import StageGrant
+    from omniq_workers.intake import Slot
     from omniq_workers.pool import EnginePool
 
 
@@ -104,6 +107,10 @@ class Flight:
     ended: bool = False
     rest: dict[str, Any] | None = None
     """What is left of the message's callbacks and chain for Celery to send; None: all of it."""
+    slot: Slot | None = None
+    """What its message takes up of the worker's room; None: Celery sees to that."""
+    grant: StageGrant | None = None
+    """The stage's run, if that has begun with the message's arrival."""
     _result: Any = None
     _exception: BaseException | None = None
 
@@ -126,11 +133,15 @@ class Flight:
     @property
     def light(self) -> bool:
         """Whether Celery has nothing to send, to store or to look up for the ended task."""
+        return not self.failed and self.rest is not None and self.all_but(self.rest)
+
+    def all_but(self, rest: Mapping[str, Any]) -> bool:
+        """Whether a success leaves nothing for Celery to send, to store or to look up, if this is
+        what is left of callbacks and chain.
+        """
         delivery = self.delivery
         return (
-            not self.failed
-            and self.rest is not None
-            and not any(self.rest.values())
+            not any(rest.values())
             and not delivery.payload[2].get("chord")
             and bool(delivery.request.get("ignore_result"))
             and not delivery.redelivered

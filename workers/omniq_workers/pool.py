@@ -4,7 +4,8 @@ Three threads:
 
 * *hub*, the worker's main thread: ``on_apply`` accepts a task and has its coroutine started; time
   limits fire, and acknowledgements and events are sent, here, where Celery keeps unlocked state;
-* *engine*, the asyncio loop that owns the engine and runs every body;
+* *engine*, the asyncio loop that owns the engine and runs every body; stages' messages arrive here,
+  and are worked on before Celery has heard of them;
 * *finisher*: when a body has ended, Celery's own tracer runs with the outcome already known, so
   that results, continuation of chains, retries and hooks are Celery's code and not a copy of it. It
   may wait for the broker; where it has nothing to send or store it runs on the hub's thread.
@@ -18,7 +19,7 @@ import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from billiard.einfo import ExceptionInfo
 from celery import states
@@ -36,6 +37,10 @@ from omniq_workers.flight import Delivery, Flight, Stop
 from omniq_workers.loop import EngineLoop, Interrupted
 from omniq_workers.tracers import Tracers
 
+if TYPE_CHECKING:
+    from omniq.jobs.model import StageGrant
+    from omniq_workers.intake import Slot
+
 logger = get_logger(__name__)
 
 #: After the drain time, bodies that were told to stop get so long to do it.
@@ -44,7 +49,7 @@ RETURN_SECONDS = 0.7
 _TRACE_HERE, _TRACE_ASIDE = object(), object()
 #: Celery hears of a task that started ahead of it, and of one that ended with nothing left to send,
 #: so many seconds later: with others, in one turn of the hub's loop.
-LATER = 0.02
+LATER = 0.05
 
 
 class CannotStart(Exception):
@@ -91,9 +96,8 @@ class EnginePool(BasePool):
         self._connection = 0
         self._here, self._aside = Tracers(quiet=True), Tracers(quiet=False)
         self._settled: queue.SimpleQueue[tuple[Flight, Any]] = queue.SimpleQueue()
-        #: Tasks that run already, by id, and that Celery has still to hear of.
+        #: Tasks that run already, by delivery tag, and that Celery has still to hear of.
         self._ahead: dict[str, Flight] = {}
-        self._ahead_until = 0.0
         #: A call of :meth:`_wake` is due; used on the engine's thread only.
         self._waking = False
         #: Gives Celery the messages it has still to hear of; on the hub's thread.
@@ -153,10 +157,10 @@ class EnginePool(BasePool):
         self._settle_for(seconds)
         if self.flights:
             logger.info("returning %d tasks to their queues", len(self.flights))
-            for flight in self.flights:
+            for flight in tuple(self.flights):
                 flight.stop(Stop.RETURN)
             self._settle_for(RETURN_SECONDS)
-        for flight in self.flights:
+        for flight in tuple(self.flights):
             logger.warning("task %s did not stop in time; its message is returned", flight.id)
         self._finisher.shutdown(wait=False)
 
@@ -193,7 +197,7 @@ class EnginePool(BasePool):
         """Take one task; returns at once."""
         name, uuid = args[0], args[1]
         request = callback.__self__  # the callbacks are methods of Celery's request
-        ahead = self._ahead.pop(uuid, None)
+        ahead = self._ahead.pop(request.message.delivery_tag, None)
         if ahead is not None:
             ahead.delivery.accept(args, request)
             accept_callback(os.getpid(), ahead.started)
@@ -217,10 +221,14 @@ class EnginePool(BasePool):
         self.loop.call(self._spawn, flight)
         return flight
 
-    def start_ahead(self, message: Any) -> bool:
+    def start_ahead(self, message: Any, slot: Slot, grant: StageGrant | None) -> bool:
         """Start a stage's task before Celery has heard of it, which takes a while.
 
-        Celery hears of it by :attr:`hand_over`. False: it has to decide first. On the hub's thread.
+        Celery hears of it by :attr:`hand_over`. False: it has to decide first. On the engine's
+        thread.
+
+        Args:
+            grant: the task's run, if it has begun.
         """
         headers = message.headers or {}
         uuid, name = headers.get("id", ""), headers.get("task")
@@ -235,25 +243,35 @@ class EnginePool(BasePool):
             or any(headers.get("timelimit") or ())
             or uuid in worker_state.revoked
             or self.limited(name)
-            or any(f.id == uuid for f in self.flights)
+            or any(f.id == uuid for f in tuple(self.flights))
         ):
             return False
-        flight = Flight(self, self.app.tasks[name], uuid, [Delivery(message, self._connection)])
+        delivery = Delivery(message, self._connection)
+        flight = Flight(self, self.app.tasks[name], uuid, [delivery], slot=slot, grant=grant)
         self._add(flight)
-        self._ahead[uuid] = flight
-        self.loop.call(self._spawn, flight)
-        now = time.monotonic()
-        if now >= self._ahead_until:
-            self._ahead_until = now + LATER
-            self.hub.call_later(LATER, self._catch_up)
+        self._ahead[message.delivery_tag] = flight
+        self._spawn(flight)
+        self._wake_later()
         return True
 
-    def _hand_over(self) -> None:
-        self.hand_over()
-        # Celery has dropped those: they were revoked before it heard of them.
-        for flight in self._ahead.values():
-            flight.stop(Stop.REVOKED)
-        self._ahead.clear()
+    def give_back(self, message: Any, grant: StageGrant, then: Callable[[], None]) -> None:
+        """Undo the begin of a run that is not to start ahead of Celery. On the engine's thread."""
+
+        async def undo() -> None:
+            try:
+                _, kwargs, _ = message.payload
+                await self.app.stage_runner.give_back(kwargs["job"], kwargs["stage"], grant)
+            finally:
+                then()
+
+        self.loop.spawn(undo())
+
+    def handed(self, tags: list[str]) -> None:
+        """Celery has heard of these messages, whose tasks were ahead of it."""
+        for tag in tags:
+            flight = self._ahead.pop(tag, None)
+            if flight is not None:  # it has dropped it: it was revoked before
+                flight.stop(Stop.REVOKED)
 
     def limited(self, name: str) -> bool:
         """Whether Celery limits the rate of these tasks; set by the consumer."""
@@ -271,7 +289,7 @@ class EnginePool(BasePool):
         """
         if not delivery.redelivered:
             return None
-        return next((f for f in self.flights if f.id == uuid and not f.dropped), None)
+        return next((f for f in tuple(self.flights) if f.id == uuid and not f.dropped), None)
 
     def _already_done(self, flight: Flight) -> bool:
         """A redelivered task whose result is stored: the tracer only repeats its continuation."""
@@ -316,14 +334,17 @@ class EnginePool(BasePool):
         flight.end(future)
         if not flight.light:
             self._settle_soon(flight, _TRACE_ASIDE)
-        elif 2 * len(self.flights) > self.room:  # others wait for its place
-            self._settle_soon(flight, _TRACE_HERE)
-        else:
+        elif flight.slot is not None:
+            flight.slot.free()
             self._settled.put((flight, _TRACE_HERE))
-            # Else the hub is about to look by itself.
-            if not self._waking and time.monotonic() >= self._ahead_until:
-                self._waking = True
-                self.loop.loop.call_later(LATER, self._wake)
+            self._wake_later()
+        else:  # others wait for its place
+            self._settle_soon(flight, _TRACE_HERE)
+
+    def _wake_later(self) -> None:
+        if not self._waking:
+            self._waking = True
+            self.loop.loop.call_later(LATER, self._wake)
 
     def _wake(self) -> None:
         self._waking = False
@@ -373,7 +394,7 @@ class EnginePool(BasePool):
     # -- settling (hub thread) ---------------------------------------------------------------
 
     def _settle_all(self) -> None:
-        self._hand_over()
+        self.hand_over()
         while True:
             try:
                 settled = self._settled.get_nowait()
@@ -383,7 +404,6 @@ class EnginePool(BasePool):
 
     def _catch_up(self) -> None:
         """Tell Celery, and those who watch, what has gone on since the last time."""
-        self._ahead_until = 0.0  # from here on :meth:`_ended` has to say so
         self.tell_after(self._settle_all)
 
     def _settle(self, flight: Flight, outcome: Any) -> None:

@@ -14,6 +14,7 @@ from celery.utils.log import get_logger
 from celery.worker import state as worker_state
 from kombu.exceptions import OperationalError
 
+from omniq import keys
 from omniq.config import OmniStageConfig, PipelineConfig
 from omniq.errors import BlobError, BrokerUnavailable, EngineDead, OmniqError
 from omniq.jobs.store import JobStore
@@ -23,6 +24,7 @@ from omniq.settings import get_settings
 from omniq.streams import ChunkStreams
 from omniq_workers.cancel import listen
 from omniq_workers.heartbeat import Heartbeat, first_info
+from omniq_workers.intake import Intake
 from omniq_workers.logs import RecentLines
 from omniq_workers.pieces import Pieces
 from omniq_workers.pool import CannotStart
@@ -195,6 +197,17 @@ class StageService:
                 )
         except OperationalError as exc:
             logger.warning("event %s was not sent: %s", READY_EVENT, exc)
+
+    def intake(self, **options: Any) -> Intake:
+        """What takes the stage's messages on the loop; ``options`` are the rest of its own."""
+        assert self._store is not None, "it is asked for once the service has started"
+        return Intake(
+            self._store.redis,
+            keys.stage_queue(self.pipeline.name, self.stage.stage_id),
+            self.worker_id,
+            max_deliveries=self.stage.retry.max_deliveries,
+            **options,
+        )
 
     # -- while it serves ---------------------------------------------------------------------
 

@@ -157,7 +157,7 @@ class StageRunner:
     async def _deliver(self, job_id: str, stage: str) -> str:
         flight = current_flight.get()
         assert isinstance(flight, Flight)
-        grant = await self._begin(job_id, flight)
+        grant = flight.grant or await self._begin(job_id, flight)
         if grant.verdict is Verdict.DONE:
             return _message(stage, grant.outputs)
         if grant.verdict is not Verdict.RUN:
@@ -176,6 +176,11 @@ class StageRunner:
             raise await self._failed(run, exc) from exc
         finally:
             self._runs.discard(run)
+
+    async def give_back(self, job_id: str, stage: str, grant: StageGrant) -> None:
+        """A run that has begun is not to start now: leave it to the next who begins it."""
+        if grant.verdict is Verdict.RUN:
+            await through_outage(lambda _: self._store.release_stage(job_id, stage, grant.fence))
 
     async def _begin(self, job_id: str, flight: Flight) -> StageGrant:
         async def begin(again: bool) -> StageGrant:
@@ -239,9 +244,24 @@ class StageRunner:
 
     async def _finish(self, run: Run, result: StageResult, ending: Ending, again: bool) -> bool:
         freed = self._io.take_freed()
-        done = await self._store.finish_stage(
-            *run.key, result, ending.following.posts, host=self._io.host, freed=freed
-        )
+        rest, slot = ending.following.rest, run.flight.slot
+        settles = slot if run.flight.all_but(rest) else None
+        try:
+            done = await self._store.finish_stage(
+                *run.key,
+                result,
+                ending.following.posts,
+                host=self._io.host,
+                freed=freed,
+                tag=settles.tag if settles else "",
+                place=settles.place() if settles else ("", ""),
+            )
+        except BaseException:
+            if settles is not None:
+                settles.forget()
+            raise
+        if done and settles is not None:
+            settles.free(known=done.known)
         self._io.free_here(done.garbage)
         if done:
             return True
@@ -335,8 +355,7 @@ def _ending(run: Run, result: StageResult) -> Ending:
 
 def _succeeded(run: Run, ending: Ending) -> str:
     """The outputs are recorded, the next stages sent: Celery has to send only the rest."""
-    following = ending.following
-    run.flight.rest = {"callbacks": following.callbacks, "chain": following.chain}
+    run.flight.rest = ending.following.rest
     return ending.message
 
 

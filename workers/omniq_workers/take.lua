@@ -1,8 +1,12 @@
 -- Take messages off the queues and note them as unacknowledged, in one step: whenever a worker dies
 -- after it, they lie where kombu looks for what the dead have left.
--- Returns {1 if all queues are empty now or else 0, how many were undecodable, queue, message...}.
+-- Returns {1 if all queues are empty now or else 0, how many were undecodable, queue, by how many
+-- messages more the caller is known to have room, message...}.
 -- KEYS: unacknowledged messages (hash), their tags by time, list for what is no message of kombu's,
--- the queues as they are served. ARGV: most messages, the time in seconds.
+-- the queues as they are served. ARGV: most messages, the time in seconds; and where the caller is to
+-- be known as one that waits (see `hand` in omniq/jobs/lua/_run.lua): the sorted set, its name there,
+-- the key that says that it hears, for how many ms, its most deliveries of a message, how many more
+-- messages it has room for, how many of these it takes for known.
 -- Looking at the queues makes the server tell a connection that has CLIENT TRACKING on of their next
 -- change.
 
@@ -17,14 +21,25 @@ local function read(item)
   return tag, '[' .. item .. ',' .. cjson.encode(exchange) .. ',' .. cjson.encode(key) .. ']'
 end
 
+-- Room that is known may have been used up, or grown, since the caller has heard of it.
+local waiting, member, had, room = ARGV[3], ARGV[4], 0, 0
+if waiting then
+  -- Not ZSCORE: the server would tell the caller of every later change.
+  local score = redis.call('ZADD', waiting, 'XX', 'INCR', 0, member)
+  if not score and tonumber(ARGV[9]) ~= 0 then return redis.error_reply('LOST its place') end
+  had = tonumber(score or '0')
+  room = tonumber(ARGV[8]) - (tonumber(ARGV[9]) - had)
+end
+local most = waiting and math.min(tonumber(ARGV[1]), room) or tonumber(ARGV[1])
+
 local pop, look = {'LMPOP', #KEYS - 3}, {'EXISTS'}
 for i = 4, #KEYS do
   pop[i - 1] = KEYS[i]
   look[i - 2] = KEYS[i]
 end
-pop[#pop + 1], pop[#pop + 2], pop[#pop + 3] = 'RIGHT', 'COUNT', ARGV[1]
-local popped = redis.call(unpack(pop))
-local taken, tags, records, bad = {0, 0, ''}, {}, {}, 0
+pop[#pop + 1], pop[#pop + 2], pop[#pop + 3] = 'RIGHT', 'COUNT', most
+local popped = most > 0 and redis.call(unpack(pop))
+local taken, tags, records, bad = {0, 0, '', 0}, {}, {}, 0
 if popped then
   taken[3] = popped[1]
   for _, item in ipairs(popped[2]) do
@@ -38,6 +53,7 @@ if popped then
       bad = bad + 1
     end
   end
+  if bad > 0 then redis.call('LTRIM', KEYS[3], 0, 999) end  -- the newest, as the worker keeps them
   if #tags > 0 then
     redis.call('ZADD', KEYS[2], unpack(tags))
     redis.call('HSET', KEYS[1], unpack(records))
@@ -45,4 +61,10 @@ if popped then
 end
 taken[1] = redis.call(unpack(look)) == 0 and 1 or 0
 taken[2] = bad
+if waiting then
+  local has = taken[1] == 1 and math.max(0, room - #tags / 2) or 0
+  redis.call('ZADD', waiting, has, member)
+  redis.call('SET', ARGV[5], ARGV[7], 'PX', ARGV[6])
+  taken[4] = has - had
+end
 return taken

@@ -22,6 +22,9 @@ from redis.exceptions import ConnectionError, InvalidResponse, ResponseError, Ti
 SOURCE = (Path(__file__).parent / "take.lua").read_text()
 DIGEST = hashlib.sha1(SOURCE.encode(), usedforsecurity=False).hexdigest()
 RECEIVE = 1 << 18
+#: Most messages taken at once, and which part of the room a worker has: the rest is for others.
+MOST = 8
+SHARE = 4
 
 
 class CannotTake(Exception):
@@ -99,7 +102,7 @@ class Taker:
             return None
         if isinstance(answer, Exception):
             raise answer
-        empty, undecodable, queue, *messages = answer
+        empty, undecodable, queue, _, *messages = answer
         if not empty:
             self.told = True
         if not messages and not undecodable:

@@ -3,8 +3,9 @@
 kombu waits for two transactions a message, one to note that it was received and one to note that
 it is done with, each on a client made for it, and a worker that dies before the first loses the
 message. Here a script takes messages and notes them in one step (:mod:`omniq_workers.take`),
-several at a time when many wait, and work on a stage's begins before Celery has heard of it. That
-they are done with goes over one connection whose answers are read when the next notes are sent.
+several at a time when many wait. In a worker with an engine its loop does so
+(:mod:`omniq_workers.intake`), and work on a stage's begins before Celery has heard of it. That
+messages are done with goes over one connection whose answers are read when the next notes are sent.
 Where the server does not allow this, messages are taken and noted as kombu does.
 
 What is no message at all, or none that Celery can take, is set aside in a list of its own: it
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 import hiredis
@@ -29,38 +30,23 @@ from kombu import Connection
 from kombu.transport import redis as kombu_redis
 from kombu.transport import virtual
 from kombu.utils import json as kombu_json
+from redis.exceptions import ConnectionError
 
+from omniq_workers import messages
+from omniq_workers.arrivals import Arrivals
 from omniq_workers.notes import Notes
-from omniq_workers.take import CannotTake, Taken, Taker
+from omniq_workers.take import MOST, SHARE, CannotTake, Taken, Taker
+
+if TYPE_CHECKING:
+    from omniq_workers.intake import Intake
+    from omniq_workers.loop import EngineLoop
 
 logger = get_logger(__name__)
 
-#: Most messages taken at once, and which part of the room a worker has: the rest is for others.
-MOST = 8
-SHARE = 4
-#: Content types of messages that are worked on ahead; all that the application accepts.
-ACCEPT = frozenset({"application/json"})
 #: A new message's taking is waited for so long; a further turn of the hub would cost more.
 PATIENCE = 0.002
 #: Most of what was set aside that is kept.
 SET_ASIDE = 1000
-#: What kombu's JSON has that JSON has not.
-TYPED = b'"__type__"'
-
-
-class Message(virtual.Message):
-    """A message whose JSON is decoded fast."""
-
-    def _decode(self) -> Any:
-        body = self.body
-        if (
-            self.content_type == "application/json"
-            and self.content_type in (self.accept or ())
-            and isinstance(body, bytes)
-            and TYPED not in body
-        ):
-            return orjson.loads(body)
-        return super()._decode()
 
 
 class QoS(kombu_redis.QoS):
@@ -82,11 +68,12 @@ class QoS(kombu_redis.QoS):
     def can_consume_max_estimate(self) -> int | None:
         """How many messages there is room for; None: any number."""
         room: int | None = super().can_consume_max_estimate()
-        return None if room is None else max(0, room - len(self.channel.ahead))
+        return None if room is None else max(0, room - self.channel.arrivals.ahead)
 
     def ack(self, delivery_tag: str) -> None:
         """Be done with a message, as soon as the notes are flushed."""
         self.channel.done.append(delivery_tag)
+        self.channel.arrivals.free(delivery_tag)
         virtual.QoS.ack(self, delivery_tag)
 
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:
@@ -99,6 +86,7 @@ class QoS(kombu_redis.QoS):
     def restore_by_tag(self, tag: str, client: Any = None, leftmost: bool = False) -> None:
         """Put a message back; only after everything noted before has been done."""
         self.channel.settle()
+        self.channel.arrivals.free(tag)
         super().restore_by_tag(tag, client, leftmost)
 
 
@@ -106,7 +94,7 @@ class Channel(kombu_redis.Channel):
     """See the module's text."""
 
     QoS = QoS
-    Message = Message
+    Message = messages.Message
     _brpop_sent_at: float | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -114,10 +102,8 @@ class Channel(kombu_redis.Channel):
         self.noted: set[str] = set()
         #: Tags of messages that are done with, and not yet noted so.
         self.done: list[str] = []
-        #: Messages that are worked on already, and their queues; :meth:`hand_over` delivers them.
-        self.ahead: list[tuple[Message, str]] = []
-        #: Starts to work on a message; False: it has to be delivered first.
-        self.start_ahead: Callable[[Message], bool] | None = None
+        #: What the engine's loop has taken.
+        self.arrivals = Arrivals(self)
         self._notes: Notes | None = None
         #: None: not looked at yet, or the connection is another one; False: messages are taken as
         #: kombu does.
@@ -206,6 +192,10 @@ class Channel(kombu_redis.Channel):
         if not queues:
             return
         connection = self.client.connection
+        if self.arrivals.works:
+            # Nothing is asked for here; it is read when the connection breaks.
+            self._in_poll, self._brpop_sent_at = connection, None
+            return
         self._brpop_sent_at = time.monotonic()
         taker = self._taker_of(connection)
         self._in_poll = connection
@@ -254,6 +244,9 @@ class Channel(kombu_redis.Channel):
 
     def _brpop_read(self, **options: Any) -> bool:
         try:
+            if self.arrivals.works:
+                self._nothing_comes()
+                raise Empty
             taken = self._taken() if self._taker else self._popped()
         except self.connection_errors:
             self._in_poll = None
@@ -262,15 +255,23 @@ class Channel(kombu_redis.Channel):
         if taken is None:
             raise Empty
         if taken.undecodable:
-            logger.error(
-                "%d messages of queue %s cannot be decoded; they lie in list %s",
-                taken.undecodable, taken.queue, self.undecodable_key,
-            )  # fmt: skip
+            self.report(taken.undecodable, taken.queue)
         queue = taken.queue.rsplit(self.sep, 1)[0]
         self._queue_cycle.rotate(queue)
         for item in taken.messages:
             self._take(item, queue)
         return True
+
+    def report(self, count: int, queue: str) -> None:
+        """Say that messages were set aside."""
+        logger.error(
+            "%d messages of queue %s cannot be decoded; they lie in list %s",
+            count, queue, self.undecodable_key,
+        )  # fmt: skip
+
+    def _nothing_comes(self) -> None:
+        if not self.client.connection._sock.recv(1 << 16):
+            raise ConnectionError("the broker closed the connection")
 
     def _taken(self) -> Taken | None:
         taker = self._taker
@@ -298,7 +299,7 @@ class Channel(kombu_redis.Channel):
             return None
         queue, item = answer[0].decode(), answer[1]
         try:
-            message = _loads(item)
+            message = messages.loads(item)
             properties = message["properties"]
             info = properties["delivery_info"]
             record = kombu_json.dumps([message, info["exchange"], info["routing_key"]])
@@ -313,19 +314,12 @@ class Channel(kombu_redis.Channel):
         return Taken(queue, [item], 0)
 
     def _take(self, item: bytes, queue: str) -> None:
-        """Deliver a message that is noted as received, or start on it before."""
-        raw = _loads(item)
-        tag = raw["properties"]["delivery_tag"]
+        self.deliver(messages.loads(item), queue)
 
-        def deliver() -> None:
-            message = self.Message(raw, channel=self, accept=ACCEPT)
-            self.noted.add(tag)
-            if self.start_ahead is not None and self.start_ahead(message):
-                self.ahead.append((message, queue))
-            else:
-                self.connection._deliver(raw, queue)
-
-        self._guarded(deliver, raw, queue)
+    def deliver(self, raw: dict[str, Any], queue: str) -> None:
+        """Deliver a message that is noted as received."""
+        self.noted.add(raw["properties"]["delivery_tag"])
+        self._guarded(partial(self.connection._deliver, raw, queue), raw, queue)
 
     def _guarded(self, deliver: Callable[[], object], raw: dict[str, Any], queue: str) -> None:
         """Deliver a message; set it aside if it is not what those expect who get it."""
@@ -345,6 +339,7 @@ class Channel(kombu_redis.Channel):
                 self.qos.ack(tag)
             else:
                 self.done.append(tag)
+                self.arrivals.free(tag)
             self.flush()
 
     @property
@@ -360,22 +355,30 @@ class Channel(kombu_redis.Channel):
         self.notes.add("LPUSH", self.undecodable_key, item)
         self.notes.add("LTRIM", self.undecodable_key, 0, SET_ASIDE - 1)
 
-    def hand_over(self) -> None:
-        """Deliver the messages that are being worked on already."""
-        ahead, self.ahead = self.ahead, []
-        for message, queue in ahead:
-            if queue in self.connection._callbacks:
-                self.qos.append(message, message.delivery_tag)
-                deliver = partial(self._callback_of[queue], message)
-            else:  # not consumed from any more: it goes back
-                deliver = partial(self.connection._deliver, message._raw, queue)
-            self._guarded(deliver, message._raw, queue)
+    def deliver_ahead(self, message: messages.Message, queue: str) -> None:
+        """Deliver a message that is noted as received, and is being worked on."""
+        self.noted.add(message.delivery_tag)
+        if queue in self.connection._callbacks:
+            self.qos.append(message, message.delivery_tag)
+            deliver = partial(self._callback_of[queue], message)
+        else:  # not consumed from any more: it goes back
+            deliver = partial(self.connection._deliver, message._raw, queue)
+        self._guarded(deliver, message._raw, queue)
+
+    def take_by(self, intake: Intake, loop: EngineLoop, wake: Callable[[], object]) -> None:
+        """As :meth:`Arrivals.take_by`, of the queues that are consumed from."""
+        self.arrivals.take_by(intake, loop, wake)
+        self._consume()
+
+    def _consume(self) -> None:
+        queues = self._queue_cycle.consume(len(self.active_queues))
+        self.arrivals.consume(self._keys(tuple(queues)) if queues else ())
 
     def _receive(self) -> Any:
         # What Celery is asked about tasks, or told to do with them, is of all that run here.
         for channel in self.connection.channels:
             if isinstance(channel, Channel):
-                channel.hand_over()
+                channel.arrivals.hand_over()
         return super()._receive()
 
     def basic_consume(
@@ -384,17 +387,23 @@ class Channel(kombu_redis.Channel):
         """Consume from a queue."""
         self._callback_of[queue] = callback
         self.look_again()
-        return super().basic_consume(queue, no_ack, callback, consumer_tag, *args, **kwargs)
+        answer = super().basic_consume(queue, no_ack, callback, consumer_tag, *args, **kwargs)
+        self._consume()
+        return answer
 
     def basic_cancel(self, consumer_tag: str) -> None:
         """Consume no more; what has been started is delivered before."""
-        self.hand_over()
+        self.arrivals.pause()
         super().basic_cancel(consumer_tag)
         self.look_again()
+        self._consume()
 
     def close(self) -> None:
         """Note what is still to be noted; then as kombu."""
         if not self.closed:
+            self.arrivals.stop()
+            if self.arrivals.works:
+                self._in_poll = None  # no answer is due
             try:
                 self.settle()
             except self.connection_errors as exc:
@@ -442,10 +451,3 @@ class StageConnection(Connection):
         """The transport's class."""
         found: type[Any] = super().get_transport_cls()
         return Transport if found is kombu_redis.Transport else found
-
-
-def _loads(item: bytes) -> dict[str, Any]:
-    loaded: dict[str, Any] = (
-        kombu_json.loads(item.decode()) if TYPED in item else orjson.loads(item)
-    )
-    return loaded

@@ -3,7 +3,7 @@
 -- events kept, key prefix of the namespace ("omniq:").
 --
 -- A job hash holds: spec, state, up (stage -> stages before it), created/started/finished, error,
--- "v:<output>" and "a:<artifact>" results, and per stage "<stage>|<field>". For chunk streams:
+-- "v:<output>" and "a:<artifact>" results, "w:<channel>" of who waits for its end, and per stage "<stage>|<field>". For chunk streams:
 -- "<stage>|alive" (its lease), "<stage>|streams" (what it hands on while it runs) and
 -- "<reader>|window:<stage>" (the run of <stage> whose first window is there).
 
@@ -38,6 +38,13 @@ local function set(...)
   redis.call('HSET', JOB, ...)
   local pairs_ = {...}
   for i = 1, #pairs_, 2 do FIELDS[pairs_[i]] = tostring(pairs_[i + 1]) end
+end
+-- Many strings as one, for PUBLISH: their lengths as a JSON list, a line feed, the strings. Escaping
+-- them would cost more than all else. Read by omniq/jobs/frames.py.
+local function framed(strings)
+  local lengths = {}
+  for i, s in ipairs(strings) do lengths[i] = #s end
+  return cjson.encode(lengths) .. '\n' .. table.concat(strings)
 end
 local function sget(stage, field) return get(stage .. '|' .. field) end
 local function sset(stage, field, value) set(stage .. '|' .. field, value) end
@@ -141,23 +148,6 @@ local function handed(stage)
   return found
 end
 
--- Messages among the arguments, from ARGV[at] on: their number, the channel of Celery's events, and
--- for each its stage, the message, its task-sent event or ''. KEYS[first...] = their queues.
-local function messages(at, first)
-  local found = {}
-  for i = 1, tonumber(ARGV[at]) do
-    local a = at + 3 * i - 1
-    found[i] = {queue = KEYS[first + i - 1], channel = ARGV[at + 1], stage = ARGV[a],
-                message = ARGV[a + 1], event = ARGV[a + 2]}
-  end
-  return found
-end
-
-local function send(m)
-  redis.call('LPUSH', m.queue, m.message)
-  if m.event ~= '' then redis.call('PUBLISH', m.channel, m.event) end
-end
-
 -- The only way into a final state.
 local function finalise(state, err)
   for _, s in ipairs(stages()) do
@@ -172,13 +162,19 @@ local function finalise(state, err)
   end
   event('job.' .. state, nil, data)
   free_blobs()
+  local waiters = {}
   for _, field in ipairs(redis.call('HKEYS', JOB)) do
-    if string.sub(field, 1, 2) == 'a:' then
-      redis.call('PEXPIRE', cjson.decode(get(field)).key, RETENTION)
-    end
+    local kind = string.sub(field, 1, 2)
+    if kind == 'a:' then redis.call('PEXPIRE', cjson.decode(get(field)).key, RETENTION) end
+    if kind == 'w:' then waiters[#waiters + 1] = field end
+  end
+  if #waiters > 0 then
+    redis.call('HDEL', JOB, unpack(waiters))
+    local record = redis.call('HGETALL', JOB)
+    table.insert(record, 1, string.match(JOB, '{(.*)}$'))
+    record = framed(record)
+    for _, field in ipairs(waiters) do redis.call('PUBLISH', string.sub(field, 3), record) end
   end
   redis.call('PEXPIRE', JOB, RETENTION)
   redis.call('PEXPIRE', EVENTS, RETENTION)
-  redis.call('SET', JOB .. ':end', state)  -- who waits for it is told
-  redis.call('DEL', JOB .. ':end')
 end

@@ -1,8 +1,11 @@
 -- A run has its outputs: write them once and send what follows; end the job with its last stage.
--- Returns {1, blob refs on the caller's host that nobody needs any more...}, or {0} if refused.
+-- Returns {1, 1 if the caller's room for another message is known now or else 0, blob refs on the
+-- caller's host that nobody needs any more...}, or {0, 0} if refused.
 -- ARGV: stage, fence, outputs JSON, metrics JSON, list of blob refs (JSON strings),
 -- values {name: JSON string}, artifacts {name: JSON string}, the caller's host, list of refs that it
--- has freed since the last time, messages to the stages behind (see `messages`).
+-- has freed since the last time, tag of the run's own message if that is done with by this or else
+-- '', where the caller waits for messages and its name there or else '' twice, messages to the stages
+-- behind (see `messages`).
 -- KEYS[4...] = queues.
 
 -- Free what only `reader`, and stages that have succeeded as well, read.
@@ -32,7 +35,7 @@ HOST = ARGV[8]
 local gone = cjson.decode(ARGV[9])
 if #gone > 0 then redis.call('SREM', garbage(HOST), unpack(gone)) end
 fetch('state', 'order', 'up', stage .. '|state', stage .. '|fence')
-if get('state') ~= 'running' or not current(stage, ARGV[2]) then return {0} end
+if get('state') ~= 'running' or not current(stage, ARGV[2]) then return {0, 0} end
 local t = now()
 local record = {stage .. '|state', 'succeeded', stage .. '|outputs', ARGV[3],
                 stage .. '|metrics', ARGV[4], stage .. '|finished', t}
@@ -59,13 +62,19 @@ for _, s in ipairs(stages()) do
 end
 set(unpack(record))
 event('stage.succeeded', stage, '{"metrics":' .. ARGV[4] .. '}')
--- A join is sent once, with its last input.
-for _, m in ipairs(messages(10, 4)) do
-  if handed(m.stage) and sget(m.stage, 'state') ~= 'succeeded' then send(m) end
+if ARGV[10] ~= '' then
+  redis.call('ZREM', PREFIX .. 'unacked_index', ARGV[10])
+  redis.call('HDEL', PREFIX .. 'unacked', ARGV[10])
 end
+local known = 0
+if ARGV[11] ~= '' and redis.call('ZADD', ARGV[11], 'XX', 'INCR', 1, ARGV[12]) then known = 1 end
 if not rest then
   finalise('succeeded')
 else
   free_read(stage)
 end
-return {1, unpack(FREED)}
+-- A join is sent once, with its last input.
+for _, m in ipairs(messages(13, 4)) do
+  if handed(m.stage) and sget(m.stage, 'state') ~= 'succeeded' then send(m) end
+end
+return {1, known, unpack(FREED)}
