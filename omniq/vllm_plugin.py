@@ -16,8 +16,6 @@ from __future__ import annotations
 import logging
 from importlib.metadata import EntryPoint, entry_points
 
-from omniq.engines.vllm import contract
-
 logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "omniq.vllm_models"
@@ -36,6 +34,8 @@ class OmniPlugin:
         models = OmniPlugin.models()
         if not models:
             return
+        from omniq.engines.vllm import contract  # noqa: PLC0415 - vLLM's own processes only
+
         registry = contract.names().ModelRegistry
         for architecture, target in models.items():
             module, _, name = target.partition(":")
