@@ -10,15 +10,15 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from omniq.errors import BrokerUnavailable, JobNotFound
+from omniq.errors import BrokerUnavailable, InvalidRequest, JobNotFound
 from omniq.jobs.model import JobEvent
+from omniq.jobs.watch import parse_id
 from omniq_api.waiting import ClientGone, unless_gone
 
 logger = logging.getLogger("omniq.api")
 
 HEARTBEAT = 15.0
 RECONNECT_MS = 2000
-LARGEST_ID_PART = 2**64 - 1
 
 
 class EventStreamResponse(Response):
@@ -58,11 +58,10 @@ def check_event_id(value: str) -> str:
     Raises:
         ValueError: it does not.
     """
-    parts = value.split("-")
-    if len(parts) > 2 or not all(
-        p.isascii() and p.isdigit() and len(p) <= 20 and int(p) <= LARGEST_ID_PART for p in parts
-    ):
-        raise ValueError("must be the id of an event of this job, like 1700000000000-0")
+    try:
+        parse_id(value)
+    except InvalidRequest:
+        raise ValueError("must be the id of an event of this job, like 1700000000000-0") from None
     return value
 
 

@@ -19,7 +19,7 @@ from omniq.blobs.redis import RedisStore
 from omniq.blobs.slabs import SlabStore, available
 from omniq.errors import BlobError, BlobNotFound, BlobTooLarge, ConfigError, StoreFull
 from omniq.jobs.model import JobState
-from omniq.jobs.scripts import sources
+from omniq.jobs.scripts import call, sources
 from omniq.redis_client import broker_errors
 from omniq.settings import get_settings
 
@@ -274,16 +274,9 @@ class BlobRouter:
         """
         if self.redis.garbage_host is None:
             return True
-        job_id, settings = job_of(copy.id), get_settings()
+        names, args = call(job_of(copy.id), [copy.to_json()])
         with broker_errors():
-            left = self._jobs.eval(
-                sources()["stream_leave"],
-                3,
-                *(keys.job(job_id), keys.job_events(job_id), keys.job_blobs(job_id)),
-                copy.to_json(),
-                *(int(settings.retention * 1000), settings.max_events, f"{settings.namespace}:"),
-            )
-        return bool(left)
+            return bool(self._jobs.eval(sources()["stream_leave"], len(names), *names, *args))
 
     # -- the rest ----------------------------------------------------------------------------
 

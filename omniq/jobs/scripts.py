@@ -10,7 +10,9 @@ from typing import Any
 
 from redis.exceptions import NoScriptError
 
-from omniq.redis_client import Client
+from omniq import keys
+from omniq.redis_client import Client, broker_errors
+from omniq.settings import get_settings
 
 FOLDER = Path(__file__).parent / "lua"
 
@@ -40,6 +42,28 @@ class Script:
             return await self._redis.execute_command("EVAL", self._source, len(keys), *keys, *args)
 
 
-def register(redis: Client) -> dict[str, Script]:
-    """The scripts bound to a client."""
-    return {name: Script(redis, text) for name, text in sources().items()}
+def call(job_id: str, args: Sequence[Any], *more_keys: str) -> tuple[list[str], list[Any]]:
+    """Keys and arguments of a script on one job, as ``lua/_common.lua`` has them; ``args`` and
+    ``more_keys`` are the script's own.
+    """
+    settings = get_settings()
+    common = (int(settings.retention * 1000), settings.max_events, f"{settings.namespace}:")
+    names = [keys.job(job_id), keys.job_events(job_id), keys.job_blobs(job_id), *more_keys]
+    return names, [*args, *common]
+
+
+class JobScripts:
+    """The scripts on one client."""
+
+    def __init__(self, redis: Client) -> None:
+        self._scripts = {name: Script(redis, text) for name, text in sources().items()}
+
+    async def run(self, name: str, job_id: str, args: Sequence[Any], *more_keys: str) -> Any:
+        """Run a script on one job; the arguments are those of :func:`call`.
+
+        Raises:
+            BrokerUnavailable: no answer.
+        """
+        names, arguments = call(job_id, args, *more_keys)
+        with broker_errors():
+            return await self._scripts[name](names, arguments)

@@ -15,7 +15,6 @@ import orjson
 
 from omniq import keys
 from omniq.errors import ArtifactNotFound, InvalidRequest
-from omniq.jobs import scripts
 from omniq.jobs.model import (
     ArtifactInfo,
     Finished,
@@ -29,6 +28,7 @@ from omniq.jobs.model import (
     Verdict,
 )
 from omniq.jobs.record import read_record
+from omniq.jobs.scripts import JobScripts
 from omniq.jobs.watch import SILENCE, Watching, not_found
 from omniq.publish import Post, event_channel
 from omniq.redis_client import Client, broker_errors, connect
@@ -50,7 +50,7 @@ class JobStore:
     def __init__(self, redis: Client) -> None:
         self.redis = redis
         self._watching = Watching(redis, self._end)
-        self._scripts = scripts.register(redis)
+        self._run = JobScripts(redis).run
 
     @classmethod
     def from_settings(cls) -> JobStore:
@@ -61,17 +61,6 @@ class JobStore:
         """Close the connections."""
         self._watching.close()
         await self.redis.aclose()
-
-    async def _run(self, name: str, job_id: str, args: list[Any], *more_keys: str) -> Any:
-        settings = get_settings()
-        common: list[Any] = [
-            int(settings.retention * 1000),
-            settings.max_events,
-            f"{settings.namespace}:",
-        ]
-        names = [keys.job(job_id), keys.job_events(job_id), keys.job_blobs(job_id), *more_keys]
-        with broker_errors():
-            return await self._scripts[name](names, [*args, *common])
 
     # -- accepting and reading ---------------------------------------------------------------
 

@@ -6,16 +6,16 @@ Writers and readers are runs of stages, so all changes are fenced as those of th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from omniq import keys
 from omniq.blobs.base import BlobRef
 from omniq.errors import OmniqError
-from omniq.jobs import scripts
 from omniq.jobs.model import ArtifactInfo
+from omniq.jobs.scripts import JobScripts
 from omniq.publish import Post, event_channel
-from omniq.redis_client import Client, broker_errors
+from omniq.redis_client import Client
 from omniq.settings import get_settings
 from omniq.streams.entries import Entry, before, dump, parse
 from omniq.streams.news import KeyNews
@@ -63,22 +63,11 @@ class ChunkStreams:
     def __init__(self, redis: Client) -> None:
         self.redis = redis
         self.news = KeyNews(redis)
-        self._scripts = scripts.register(redis)
+        self._run = JobScripts(redis).run
 
     def close(self) -> None:
         """Close the connection that hears of changes."""
         self.news.close()
-
-    async def _run(self, name: str, job_id: str, args: Sequence[Any], *more: str) -> Any:
-        settings = get_settings()
-        common: list[Any] = [
-            int(settings.retention * 1000),
-            settings.max_events,
-            f"{settings.namespace}:",
-        ]
-        names = [keys.job(job_id), keys.job_events(job_id), keys.job_blobs(job_id), *more]
-        with broker_errors():
-            return await self._scripts[name](keys=names, args=[*args, *common])
 
     # -- writing -----------------------------------------------------------------------------
 

@@ -341,16 +341,10 @@ async def _stopped(work: asyncio.Task[StageOutput]) -> None:
 
 
 def _ending(run: Run, result: StageResult) -> Ending:
-    delivery = run.flight.delivery
-    parent = Parent(
-        id=run.flight.id,
-        root=delivery.request.get("root_id") or run.flight.id,
-        priority=(delivery.request.get("delivery_info") or {}).get("priority"),
-    )
     message = _message(run.stage, result.outputs)
-    return Ending(
-        message, continuation(delivery.payload[2], run.job_id, result=message, parent=parent)
-    )
+    embed = run.flight.delivery.payload[2]
+    following = continuation(embed, run.job_id, result=message, parent=run.parent)
+    return Ending(message, following)
 
 
 def _succeeded(run: Run, ending: Ending) -> str:

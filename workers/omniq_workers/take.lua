@@ -53,7 +53,7 @@ if popped then
       bad = bad + 1
     end
   end
-  if bad > 0 then redis.call('LTRIM', KEYS[3], 0, 999) end  -- the newest, as the worker keeps them
+  if bad > 0 then redis.call('LTRIM', KEYS[3], 0, SET_ASIDE - 1) end
   if #tags > 0 then
     redis.call('ZADD', KEYS[2], unpack(tags))
     redis.call('HSET', KEYS[1], unpack(records))

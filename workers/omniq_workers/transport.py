@@ -35,7 +35,7 @@ from redis.exceptions import ConnectionError
 from omniq_workers import messages
 from omniq_workers.arrivals import Arrivals
 from omniq_workers.notes import Notes
-from omniq_workers.take import MOST, SHARE, CannotTake, Taken, Taker
+from omniq_workers.take import MOST, SET_ASIDE, SHARE, CannotTake, Taken, Taker
 
 if TYPE_CHECKING:
     from omniq_workers.intake import Intake
@@ -45,8 +45,6 @@ logger = get_logger(__name__)
 
 #: A new message's taking is waited for so long; a further turn of the hub would cost more.
 PATIENCE = 0.002
-#: Most of what was set aside that is kept.
-SET_ASIDE = 1000
 
 
 class QoS(kombu_redis.QoS):
