@@ -56,7 +56,8 @@ class Omniq:
     async def _one(self, number: int) -> int:
         from omniq.submit import submit
 
-        record = await submit(self.store, pipeline="chain", inputs={"number": str(number)})
+        inputs = {"number": str(number)}
+        record = await submit(self.store, pipeline="chain", inputs=inputs, awaited=True)
         record = await self.store.wait(record.id, 60)
         return int(record.values["number"])
 

@@ -160,7 +160,9 @@ class AsyncOmniLLM:
             NotReady: a process of the own system has ended.
             BrokerUnavailable: the broker cannot be reached.
         """
-        job_id = await self.submit(prompt, parameters, priority=priority, timeout=timeout, **more)
+        job_id = await self._submit(
+            prompt, {**(parameters or {}), **more}, priority=priority, timeout=timeout, awaited=True
+        )
         try:
             return await self.result(job_id, raise_on_error=raise_on_error)
         except asyncio.CancelledError:
@@ -215,16 +217,23 @@ class AsyncOmniLLM:
         Raises:
             InvalidRequest, BrokerUnavailable: as :meth:`generate`.
         """
+        return await self._submit(
+            prompt,
+            {**(parameters or {}), **more},
+            priority=priority,
+            timeout=timeout,
+            metadata=metadata,
+        )
+
+    async def _submit(self, prompt: Prompt, parameters: dict[str, Any], **options: Any) -> str:
         store = await self._connected()
         async with self._submits:
             record = await submit(
                 store,
                 pipeline=self.config.name,
                 inputs=self._inputs(prompt),
-                parameters={**(parameters or {}), **more},
-                priority=priority,
-                timeout=timeout,
-                metadata=metadata,
+                parameters=parameters,
+                **options,
             )
         return record.id
 
@@ -243,9 +252,7 @@ class AsyncOmniLLM:
         Raises:
             JobNotFound, JobFailed, NotReady, BrokerUnavailable: as :meth:`generate`.
         """
-        async for _ in self._events(job_id):
-            pass
-        output = await self._output(await self._patiently(job_id))
+        output = await self._output(await self._ended(job_id))
         if raise_on_error:
             output.raise_for_state()
         return output
@@ -306,15 +313,26 @@ class AsyncOmniLLM:
             except BrokerUnavailable as exc:
                 await patience.wait(exc)
 
-    async def _patiently(self, job_id: str) -> JobRecord:
+    async def _ended(self, job_id: str) -> JobRecord:
+        """The record of the job once it has ended, across restarts of the broker."""
         store, patience = await self._connected(), _Patience()
         while True:
             if self._system is not None:
                 self._system.check()
+            waiting = asyncio.create_task(store.wait(job_id))
             try:
-                return await store.get(job_id)
+                while not (await asyncio.wait({waiting}, timeout=BLOCK))[0]:
+                    patience.renew()
+                    if self._system is not None:
+                        self._system.check()
+                record = waiting.result()
             except BrokerUnavailable as exc:
                 await patience.wait(exc)
+            else:
+                if record.state.final:
+                    return record
+            finally:
+                waiting.cancel()
 
 
 class _Patience:

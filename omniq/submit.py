@@ -26,10 +26,12 @@ async def submit(
     priority: int = 5,
     timeout: float | None = None,
     metadata: dict[str, str] | None = None,
+    awaited: bool = False,
 ) -> JobRecord:
     """Validate one job, then record and enqueue it in one step: never one without the other.
 
     ``priority`` 9 is served first, 0 last. A job not started within ``timeout`` seconds expires.
+    ``awaited``: the caller will wait for its end at once (:meth:`JobStore.wait`).
     A seed that is not given is drawn here, once, so that retries and all stages use the same one.
 
     Raises:
@@ -48,7 +50,7 @@ async def submit(
         metadata=metadata or {},
     )
     upstream = {s: config.upstream(s) for s in spec.stages}
-    return await store.create(spec, upstream, chain.first_posts(spec, config))
+    return await store.create(spec, upstream, chain.first_posts(spec, config), awaited=awaited)
 
 
 def make_spec(

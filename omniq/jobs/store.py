@@ -65,29 +65,43 @@ class JobStore:
     # -- accepting and reading ---------------------------------------------------------------
 
     async def create(
-        self, spec: JobSpec, upstream: dict[str, list[str]], posts: Sequence[Post] = ()
+        self,
+        spec: JobSpec,
+        upstream: dict[str, list[str]],
+        posts: Sequence[Post] = (),
+        *,
+        awaited: bool = False,
     ) -> JobRecord:
         """Record a job as queued, emit ``job.queued`` and send the messages that start it.
 
-        ``upstream`` lists for each stage the stages that feed it.
+        Args:
+            upstream: for each stage the stages that feed it.
+            awaited: :meth:`wait` will be called for it at once, and then need not ask the server.
         """
         ttl = get_settings().job_ttl
-        created = await self._run(
-            "create",
-            spec.id,
-            [
-                _dumps(spec.model_dump(mode="json")),
-                _dumps(spec.stages),
-                _dumps(upstream),
+        channel = await self._watching.expect(spec.id) if awaited else ""
+        created = False
+        try:
+            created = await self._run(
+                "create",
                 spec.id,
-                repr(spec.created),
-                int(ttl * 1000),
-                "" if spec.deadline is None else repr(spec.deadline),
-                *_posted(posts),
-            ],
-            keys.jobs_index(),
-            *(p.queue for p in posts),
-        )
+                [
+                    _dumps(spec.model_dump(mode="json")),
+                    _dumps(spec.stages),
+                    _dumps(upstream),
+                    spec.id,
+                    repr(spec.created),
+                    int(ttl * 1000),
+                    "" if spec.deadline is None else repr(spec.deadline),
+                    channel,
+                    *_posted(posts),
+                ],
+                keys.jobs_index(),
+                *(p.queue for p in posts),
+            )
+        finally:
+            if not created:
+                self._watching.forget(spec.id)
         if not created:
             raise InvalidRequest(f"job {spec.id} exists already")
         return JobRecord(

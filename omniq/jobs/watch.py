@@ -11,7 +11,8 @@ change is one step on the server. One that does not keep up loses its buffer, no
 reads its backlog again.
 
 Who waits for a job's end only is told of nothing else: it is noted in the record by the name of a
-channel, and the script that ends the job sends the final record there.
+channel, and the script that ends the job sends the final record there. Who knows before the job is
+recorded that it will be waited for has it noted by the script that records it, and saves asking.
 
 A server that does not tell (an old one, or one whose access rules refuse ``CLIENT TRACKING`` or
 ``SUBSCRIBE``) is asked every ``POLL`` seconds instead.
@@ -52,6 +53,8 @@ LINGER = 0.25
 """Seconds the connection stays open without watchers."""
 SILENCE = 15.0
 """Seconds after which a watcher looks whether nothing has really happened."""
+EXPECTED = 5.0
+"""Seconds within which somebody has to wait for a job that was expected to be waited for."""
 POLL = 0.25
 """The same where the server does not tell of changes."""
 
@@ -167,6 +170,8 @@ class Watching:
         self._feeds: dict[bytes, _Feed] = {}
         #: Who waits for jobs' ends, by their ids.
         self._ends: dict[str, set[_Watch]] = {}
+        #: Of those, who has been noted already and does not wait yet.
+        self._expected: dict[str, tuple[_Watch, asyncio.TimerHandle]] = {}
         self._channel = keys.end_channel(uuid4().hex)
         self._listens = self._deaf = False
         self._due: list[_Feed] = []
@@ -235,6 +240,50 @@ class Watching:
         finally:
             self._leave(feed, watch)
 
+    async def expect(self, job_id: str) -> str:
+        """Be ready for the end of a job that is recorded next, for which :meth:`ended` will wait.
+
+        Returns the channel to be noted; '' if the server lets nobody listen.
+
+        Raises:
+            BrokerUnavailable: no connection.
+        """
+        watch = _Watch((0, 0))
+        self._stay(watch)
+        watches = self._ends.setdefault(job_id, set())
+        watches.add(watch)
+        try:
+            await self._listen()
+        except BaseException:
+            self._leave_end(job_id, watch)
+            raise
+        if self._deaf:
+            self._leave_end(job_id, watch)
+            return ""
+        watch.restart()
+        timer = asyncio.get_running_loop().call_later(EXPECTED, self.forget, job_id)
+        self._expected[job_id] = watch, timer
+        return self._channel
+
+    def forget(self, job_id: str) -> None:
+        """Nobody will wait for a job that was expected to be waited for."""
+        watch = self._claim(job_id)
+        if watch is not None:
+            self._leave_end(job_id, watch)
+
+    def _claim(self, job_id: str) -> _Watch | None:
+        watch, timer = self._expected.pop(job_id, (None, None))
+        if timer is not None:
+            timer.cancel()
+        return watch
+
+    def _leave_end(self, job_id: str, watch: _Watch) -> None:
+        watches = self._ends[job_id]
+        watches.discard(watch)
+        if not watches:
+            del self._ends[job_id]
+        self._go_idle()
+
     async def ended(self, job_id: str, timeout: float | None = None) -> Fields | None:
         """The hash of a job that has ended. None: it has not within ``timeout``, or this stops.
 
@@ -244,29 +293,32 @@ class Watching:
         """
         loop = asyncio.get_running_loop()
         end = float("inf") if timeout is None else loop.time() + timeout
-        watch = _Watch((0, 0))
-        self._stay(watch)
-        self._ends.setdefault(job_id, set()).add(watch)
+        watch = self._claim(job_id)
+        noted = watch is not None
+        if watch is None:
+            watch = _Watch((0, 0))
+            self._stay(watch)
+            self._ends.setdefault(job_id, set()).add(watch)
         try:
+            if watch.error is not None:  # the connection broke before anybody waited
+                noted, watch.error = False, None
             while not watch.stopped:
-                watch.restart()
-                await self._listen()
-                found = await self._look(job_id, "" if self._deaf else self._channel)
-                if found is not None:
-                    return found
+                if watch.record is not None:
+                    return watch.record
+                if not noted:
+                    watch.restart()
+                    await self._listen()
+                    found = await self._look(job_id, "" if self._deaf else self._channel)
+                    if found is not None:
+                        return found
+                noted = False
                 if (left := end - loop.time()) <= 0:
                     return None
                 await watch.news(min(POLL if self._deaf else SILENCE, left))
                 self._check(watch)
-                if watch.record is not None:
-                    return watch.record
             return None
         finally:
-            watches = self._ends[job_id]
-            watches.discard(watch)
-            if not watches:
-                del self._ends[job_id]
-            self._go_idle()
+            self._leave_end(job_id, watch)
 
     async def _listen(self) -> None:
         if self._listens or self._deaf:

@@ -59,7 +59,7 @@ async def generate(
     A client that disconnects cancels its job. When the time is over the job goes on, and the
     answer (504) says where.
     """
-    record = await submit_request(services, body)
+    record = await submit_request(services, body, awaited=True)
     job_id = record.id
     try:
         record = await wait_for_end(services, request.receive, job_id, wait)

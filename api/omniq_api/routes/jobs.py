@@ -92,8 +92,10 @@ ACCEPTED: dict[int | str, dict[str, Any]] = {
 }
 
 
-async def submit_request(services: Services, body: JobRequest) -> JobRecord:
-    """Record and publish the job that ``body`` asks for."""
+async def submit_request(
+    services: Services, body: JobRequest, *, awaited: bool = False
+) -> JobRecord:
+    """Record and publish the job that ``body`` asks for; ``awaited``: its end is waited for."""
     return await submit(
         services.store,
         pipeline=body.pipeline,
@@ -102,6 +104,7 @@ async def submit_request(services: Services, body: JobRequest) -> JobRecord:
         priority=body.priority,
         timeout=body.timeout,
         metadata=body.metadata,
+        awaited=awaited,
     )
 
 
@@ -142,7 +145,7 @@ async def create_job(
     wait: Wait = 0.0,
 ) -> Response:
     """Accept a job and answer at once, or, with `wait`, when it has ended or the time is over."""
-    record = await submit_request(services, body)
+    record = await submit_request(services, body, awaited=bool(wait))
     if wait:
         try:
             record = await wait_for_end(services, request.receive, record.id, wait)
