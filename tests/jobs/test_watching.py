@@ -37,13 +37,13 @@ async def eventually(predicate: Callable[[], Awaitable[bool]], timeout: float = 
         await asyncio.sleep(0.01)
 
 
-async def running(store: JobStore) -> tuple[JobRecord, int]:
+async def running(store: JobStore, *, awaited: bool = False) -> tuple[JobRecord, int]:
     """A job whose only stage runs, and the run's fence."""
     now = time.time()
     spec = JobSpec(
         id=new_job_id(now), pipeline="p", inputs={}, parameters={}, stages=["a"], created=now
     )
-    job = await store.create(spec, {"a": []})
+    job = await store.create(spec, {"a": []}, awaited=awaited)
     grant = await store.begin_stage(job.id, "a", "w", redelivered=False)
     return job, grant.fence
 
@@ -379,3 +379,55 @@ async def test_who_waits_is_sent_the_record_that_anybody_may_read(
     read = await store.get(job.id)
     assert await asyncio.gather(*waiting) == [read] * 3
     assert not any(f.startswith(b"w:") for f in await aredis.hkeys(keys.job(job.id)))
+
+
+async def scripts(aredis: Redis) -> int:
+    found = (await aredis.info("commandstats")).get("cmdstat_evalsha", {"calls": 0})
+    return int(found["calls"])
+
+
+async def test_who_said_so_when_it_was_recorded_waits_without_asking(
+    store: JobStore, aredis: Redis
+) -> None:
+    await finish(store, *await running(store))  # the server knows the scripts
+    before = await scripts(aredis)
+    job, fence = await running(store, awaited=True)
+    waiting = asyncio.create_task(store.wait(job.id))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await finish(store, job, fence)
+    assert await waiting == await store.get(job.id)
+    assert await scripts(aredis) - before == 3, "create, begin and finish"
+
+
+async def test_an_end_before_anybody_waits_is_not_missed(store: JobStore) -> None:
+    job, fence = await running(store, awaited=True)
+    await finish(store, job, fence)
+    await asyncio.sleep(0.05)
+    first, second = await store.wait(job.id, 5), await store.wait(job.id, 5)
+    assert first == second
+    assert first.state is JobState.SUCCEEDED
+
+
+async def test_who_was_expected_and_does_not_wait_keeps_no_connection(
+    store: JobStore, aredis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "EXPECTED", 0.2)
+    job, fence = await running(store, awaited=True)
+    await eventually(lambda: _is(watching_connections, aredis, 1))
+    await eventually(lambda: _is(watching_connections, aredis, 0))
+    waiting = asyncio.create_task(store.wait(job.id, 20))
+    await finish(store, job, fence)
+    assert (await waiting).state is JobState.SUCCEEDED
+
+
+async def test_a_lost_connection_does_not_lose_who_was_expected(own_valkey: Valkey) -> None:
+    store = JobStore.from_settings()
+    job, fence = await running(store, awaited=True)
+    own_valkey.stop()
+    with pytest.raises(BrokerUnavailable):
+        await store.get(job.id)
+    own_valkey.start()
+    await finish(store, job, fence)
+    assert (await store.wait(job.id, 20)).state is JobState.SUCCEEDED
+    await store.close()
