@@ -9,16 +9,17 @@ is new, and the pictures must be equal. One thread for each process.
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the workers
+# Before torch and omniq are imported, here and in the workers.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMNIQ_PIPELINES"] = json.dumps([str(Path(__file__).with_suffix(".yaml"))])
 
 import argparse
-import json
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,20 +30,6 @@ from omniq import OmniLLM
 
 MODEL = Path(omniq.__file__).parent / "models" / "tiny_omni"
 SIDE = 64
-PIPELINE = """
-name: staged
-inputs: {prompt: {type: text}}
-stages:
-  - {stage_id: encode, engine_type: encode, model: MODEL, dtype: float32}
-  - {stage_id: dit, engine_type: DiT, model: MODEL, dtype: float32}
-  - {stage_id: decode, engine_type: decode, model: MODEL, dtype: float32}
-edges:
-  - {from: input.prompt, to: encode.prompt}
-  - {from: encode.condition, to: dit.condition}
-  - {from: dit.latents, to: decode.latents}
-outputs:
-  image: {from: decode.image, type: image}
-"""
 
 
 def bare(pipeline: Any, prompt: str, seed: int, steps: int) -> np.ndarray:
@@ -70,26 +57,22 @@ def main() -> None:
     pipeline = DiffusionPipeline.from_pretrained(str(MODEL), dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     whole, parts, stages = [], [], []
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "staged.yaml"
-        file.write_text(PIPELINE.replace("MODEL", "builtin:tiny_omni"))
-        os.environ["OMNIQ_PIPELINES"] = json.dumps([str(file)])
-        with OmniLLM("staged") as llm:
-            for i in range(-3, args.rounds):  # three to warm up
-                prompt = f"a red circle above a blue square, number {i}"
-                started = time.perf_counter()
-                expected = bare(pipeline, prompt, i + 3, args.steps)
-                middle = time.perf_counter()
-                got, output = staged(llm, prompt, i + 3, args.steps)
-                ended = time.perf_counter()
-                if not (got == expected).all():
-                    raise SystemExit(f"round {i}: the pictures differ")
-                if i >= 0:
-                    whole.append(middle - started)
-                    parts.append(ended - middle)
-                    stages.append(
-                        sum((s.finished or 0) - (s.started or 0) for s in output.stages.values())
-                    )
+    with OmniLLM("staged") as llm:
+        for i in range(-3, args.rounds):  # three to warm up
+            prompt = f"a red circle above a blue square, number {i}"
+            started = time.perf_counter()
+            expected = bare(pipeline, prompt, i + 3, args.steps)
+            middle = time.perf_counter()
+            got, output = staged(llm, prompt, i + 3, args.steps)
+            ended = time.perf_counter()
+            if not (got == expected).all():
+                raise SystemExit(f"round {i}: the pictures differ")
+            if i >= 0:
+                whole.append(middle - started)
+                parts.append(ended - middle)
+                stages.append(
+                    sum((s.finished or 0) - (s.started or 0) for s in output.stages.values())
+                )
     added = [1000 * (b - a) for a, b in zip(whole, parts, strict=True)]
     low, _, high = statistics.quantiles(added, n=4)
     print(f"{args.rounds} rounds of one request, {args.steps} steps at {SIDE} x {SIDE}")
