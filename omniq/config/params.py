@@ -22,6 +22,10 @@ MOST_SEQUENCES = 128
 MOST_LOGPROB_IDS = 128
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Deterministic = Annotated[
+    bool | None,
+    Field(description="True: bit for bit what the request alone gives; shares no forward pass."),
+]
 Text = Annotated[str, Field(min_length=1)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
 
@@ -96,6 +100,7 @@ class ARParams(StageParams):
     # Below a hundredth a token's score can overflow.
     repetition_penalty: float | None = Field(None, ge=0.01, le=10.0, allow_inf_nan=False)
     seed: Seed | None = Field(None, description="Same seed, same output.")
+    deterministic: Deterministic = None
     stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
     include_stop_str_in_output: bool | None = None
@@ -196,10 +201,13 @@ class DiTParams(StageParams):
     )
     use_cache: bool | None = Field(None, description="False computes every step in full.")
     seed: Seed | None = Field(None, description="Same seed, same initial noise.")
+    deterministic: Deterministic = None
 
 
 class DecodeParams(StageParams):
-    """Parameters of a decoder stage: none yet."""
+    """Parameters of a decoder stage."""
+
+    deterministic: Deterministic = None
 
 
 PARAMS: dict[str, type[StageParams]] = {

@@ -66,6 +66,7 @@ class _Generation:
     done: asyncio.Future[None]
     started: float = field(default_factory=time.perf_counter)
     first_token: float = 0.0
+    deterministic: bool = False
     unwanted: bool = False
 
     @property
@@ -87,8 +88,10 @@ class TransformersAREngine(Engine):
     but is never fed itself.
 
     A step is one call on the model thread: the prompt of one new request, then one token for every
-    request in flight by one forward pass. Each one's result is independent of the others. A model
-    whose cache is no plain one (windows, recurrent states) has a pass for each request instead.
+    request in flight by one forward pass. Each one's result is independent of the others but for
+    rounding, which differs with the rows of a pass. ``deterministic`` requests have a pass each, so
+    that not a bit differs; so have all of a model whose cache is no plain one (windows, recurrent
+    states).
 
     Engine arguments: ``chat_template`` (default true: the prompt is a user turn in the tokenizer's
     chat template), ``attn_implementation``, ``max_model_len`` (tokens; below the model's own),
@@ -180,6 +183,7 @@ class TransformersAREngine(Engine):
 
     def _generation(self, ids: list[int], params: Mapping[str, Any], emit: Emit) -> _Generation:
         given = {k: v for k, v in params.items() if v is not None}
+        deterministic = bool(given.pop("deterministic", False))
         sampling = Sampling.from_params({**self._recommended, **given})
         room = self._context - len(ids)
         ends = () if sampling.ignore_eos else self._end_ids
@@ -192,7 +196,7 @@ class TransformersAREngine(Engine):
             for i in range(sampling.n)
         ]
         done = asyncio.get_running_loop().create_future()
-        return _Generation(ids, sampling, sequences, emit, done)
+        return _Generation(ids, sampling, sequences, emit, done, deterministic=deterministic)
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -240,21 +244,22 @@ class TransformersAREngine(Engine):
 
     def _drop_ended(self) -> None:
         """Take rows out that have ended or that nobody wants any more."""
-        kept = [
-            i
-            for i, (g, s) in enumerate(self._running)
-            if s.finish_reason is None and not g.unwanted
-        ]
-        if len(kept) == len(self._running):
+        stays = [(g, s) for g, s in self._running if s.finish_reason is None and not g.unwanted]
+        if len(stays) == len(self._running):
             return
-        self._running = [self._running[i] for i in kept]
-        if self._batch is not None:
+        before, after = self._batched(), {s for _, s in stays}
+        kept = [i for i, (_, s) in enumerate(before) if s in after]
+        self._running = stays
+        if self._batch is not None and len(kept) < len(before):
             if kept:
                 self._batch.keep(kept)
             else:
                 self._batch = None
-        rows = {s for _, s in self._running}
-        self._apart = {s: cache for s, cache in self._apart.items() if s in rows}
+        self._apart = {s: cache for s, cache in self._apart.items() if s in after}
+
+    def _batched(self) -> list[tuple[_Generation, _Sequence]]:
+        """Those in flight that are rows of the batch, in their order there."""
+        return [(g, s) for g, s in self._running if s not in self._apart]
 
     def _prefill(self, generation: _Generation) -> None:
         """The prompt and the first token of each answer."""
@@ -269,7 +274,7 @@ class TransformersAREngine(Engine):
             left = [s for s in generation.sequences if s.finish_reason is None]
             if not left:
                 return
-            if not can_batch(cache):
+            if generation.deterministic or not can_batch(cache):
                 for sequence in left:
                     self._apart[sequence] = copy.deepcopy(cache)
             else:
@@ -283,28 +288,33 @@ class TransformersAREngine(Engine):
 
     def _decode(self) -> list[tuple[_Generation, Exception]]:
         """One more token for every row; returns whose row failed by itself."""
-        last = torch.tensor([[s.tokens[-1]] for _, s in self._running], device=self.device)
-        outs: list[tuple[Any, int]] = []
-        if self._batch is None:
-            for row, (_, sequence) in enumerate(self._running):
-                outs.append((self._forward(last[row : row + 1], self._apart[sequence]), 0))
-        else:
+        batched = self._batched()
+        outs: dict[_Sequence, tuple[Any, int]] = {
+            sequence: (self._forward(self._last([sequence]), cache), 0)
+            for sequence, cache in self._apart.items()
+        }
+        if self._batch is not None:
             out = self._forward(
-                last,
+                self._last([s for _, s in batched]),
                 self._batch.cache,
                 attention_mask=self._batch.attention_mask(self.device),
                 position_ids=self._batch.positions(self.device),
             )
             self._batch.stepped()
-            outs = [(out, row) for row in range(len(self._running))]
+            outs |= {sequence: (out, row) for row, (_, sequence) in enumerate(batched)}
         failed: list[tuple[_Generation, Exception]] = []
-        for (generation, sequence), (out, row) in zip(self._running, outs, strict=True):
+        for generation, sequence in self._running:
+            out, row = outs[sequence]
             try:
                 self._take(generation, sequence, out, row)
             except OmniqError as exc:
                 generation.unwanted = True
                 failed.append((generation, exc))
         return failed
+
+    def _last(self, sequences: list[_Sequence]) -> torch.Tensor:
+        """int64 [rows, 1]: the newest token of each."""
+        return torch.tensor([[s.tokens[-1]] for s in sequences], device=self.device)
 
     def _forward(self, ids: torch.Tensor, cache: Any, **more: Any) -> Any:
         return self._model(

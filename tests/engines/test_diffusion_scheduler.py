@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from omniq.engines.diffusion.scheduler import AGING, OmniDiffusionScheduler, Ticket
-from omniq.engines.diffusion.step_times import RETRY_AFTER, StepTimes
+from omniq.engines.diffusion.step_times import RETRY_AFTER, RETRY_MEMORY_AFTER, StepTimes
 
 
 def scheduler(max_rows: int = 8) -> OmniDiffusionScheduler:
@@ -138,6 +138,21 @@ def test_what_did_not_pay_is_tried_again_after_a_while() -> None:
     assert found == {1, 2}
 
 
+def test_misleading_first_samples_do_not_stop_batching_for_long() -> None:
+    """A single row with a short prompt, then two with long ones: batching seems not to pay."""
+    times = StepTimes(8)
+    real = {1: 1.0, 2: 1.2, 4: 1.6, 8: 2.4}
+    for rows, seconds in ((1, 0.5), (2, 2.0)):
+        for _ in range(3):
+            times.record("k", rows, seconds)
+    chosen = []
+    for _ in range(8 * RETRY_AFTER):
+        chosen.append(times.limit("k", 1, 8))
+        times.record("k", chosen[-1], real[chosen[-1]])
+    assert chosen[0] == 1
+    assert chosen[-RETRY_AFTER:] == [8] * RETRY_AFTER
+
+
 def test_first_run_of_a_size_is_not_timed() -> None:
     times = StepTimes(8)
     times.record("k", 1, 100.0)  # compiles
@@ -154,6 +169,6 @@ def test_memory_bounds_the_batch_and_recovers() -> None:
     assert times.limit("k", 1, 8) == 4
     times.ran_out("k", 4)
     assert times.limit("k", 1, 8) == 2
-    for _ in range(RETRY_AFTER):
+    for _ in range(RETRY_MEMORY_AFTER):
         times.record("k", 2, 1.0)
     assert times.limit("k", 1, 8) == 4

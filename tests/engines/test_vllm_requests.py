@@ -254,6 +254,7 @@ async def test_reasoning_is_read_out_of_the_text(chat_model: Path) -> None:
         ),
         ({"structured_outputs": {"grammar": "x ::= ("}}, "parameters.structured_outputs", ""),
         ({"tools": [{"type": "nonsense"}]}, "parameters.tools", "function"),
+        ({"deterministic": True}, "parameters.deterministic", "VLLM_BATCH_INVARIANT=1"),
         (
             {"chat_template_kwargs": {"tokenize": True}},
             "input.chat_template_kwargs",

@@ -80,11 +80,12 @@ class Decoder:
     ) -> StageOutput:
         """Decode; a decode that has begun runs to its end."""
         cancel = threading.Event()
-        return await self._engine.in_thread(self._run, inputs, emit, cancel, cancel=cancel)
+        exact = bool(request.params.get("deterministic"))
+        return await self._engine.in_thread(self._run, inputs, exact, emit, cancel, cancel=cancel)
 
     @torch.no_grad()
     def _run(
-        self, inputs: Mapping[str, StageInput], emit: Emit, cancel: threading.Event
+        self, inputs: Mapping[str, StageInput], exact: bool, emit: Emit, cancel: threading.Event
     ) -> StageOutput:
         with engine_faults(f"stage {self._engine.stage.stage_id!r}"):
             latents = self._latents(inputs)
@@ -93,21 +94,24 @@ class Decoder:
             for i in range(len(latents)):
                 if cancel.is_set():
                     raise Cancelled
-                shots.append(self._decode(latents[i : i + 1]))
+                shots.append(self._decode(latents[i : i + 1], exact=exact))
                 emit.progress(i + 1, len(latents))
             name = "video" if shots[0].ndim == 4 else "image"
             pixels = shots[0] if len(shots) == 1 else torch.stack(shots)
             seconds = time.perf_counter() - started
             return StageOutput(tensors={name: {name: pixels}}, metrics={"decode_seconds": seconds})
 
-    def _decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Pixels uint8 [H, W, 3] or [F, H, W, 3] of one latent."""
+    def _decode(self, latents: torch.Tensor, *, exact: bool) -> torch.Tensor:
+        """Pixels uint8 [H, W, 3] or [F, H, W, 3] of one latent.
+
+        ``exact``: whether it is tiled does not depend on the memory that is free now.
+        """
         large = latents[0, 0].numel() > TILED_ABOVE
         tiled = self._tiling is True or (self._tiling == "auto" and large)
         try:
             sample = self._sample(latents, tiled=tiled)
         except EngineOutOfMemory:
-            if tiled or self._tiling is False:
+            if tiled or exact or self._tiling is False:
                 raise
             sample = self._sample(latents, tiled=True)
         if not torch.isfinite(sample).all():

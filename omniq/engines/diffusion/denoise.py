@@ -139,7 +139,8 @@ class Denoiser:
             arguments["image"] = images if len(images) > 1 else images[0]
         scheduler = named_scheduler(params.get("scheduler"), self.pipeline.scheduler)
         lora = self._lora(params.get("lora") or {})
-        cached = self._cached(params, arguments)
+        deterministic = bool(params.get("deterministic"))
+        cached = not deterministic and self._cached(params, arguments)
         count = int(params.get("num_images_per_prompt") or 1)
         total = int(
             arguments.get("num_inference_steps") or _default(accepted, "num_inference_steps")
@@ -162,9 +163,9 @@ class Denoiser:
                 ticket=ticket,
                 progress=progress,
                 preview=self._preview(pipeline, emit, size, i),
-                pairs=not cached,
+                pairs=not (cached or deterministic),
             )
-            jobs.append(DenoiseJob(ticket, run, lora, cached))
+            jobs.append(DenoiseJob(ticket, run, lora, cached, deterministic))
         return jobs
 
     def _cached(self, params: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:

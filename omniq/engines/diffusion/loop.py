@@ -29,6 +29,7 @@ class DenoiseJob:
     """One image or video to denoise.
 
     ``work(ask)`` runs the pipeline and returns the result; ``outcome`` gets that or the error.
+    ``cached`` and ``deterministic`` are as in :class:`~omniq.engines.diffusion.runner.Work`.
     ``stopping`` may be set from any thread: the job ends with it before its next step.
     """
 
@@ -36,6 +37,7 @@ class DenoiseJob:
     work: Callable[[Ask], Any]
     lora: Lora = ()
     cached: bool = False
+    deterministic: bool = False
     stopping: Exception | None = None
     outcome: Future[Any] = field(default_factory=Future)
     session: DenoiseSession | None = None
@@ -117,8 +119,7 @@ class DenoiseLoop:
         jobs = [by_ticket[ticket] for ticket in picked]
         group = jobs[0].ticket.group
         started = time.perf_counter()
-        works = [Work(j.ticket.request_id, _session(j).pending, j.lora, j.cached) for j in jobs]
-        answers = self._runner.run(works, group)
+        answers = self._runner.run([_work(job) for job in jobs], group)
         for job, answer in zip(jobs, answers, strict=True):
             if isinstance(answer, Exception):
                 self._stop(job, answer)
@@ -145,8 +146,8 @@ class DenoiseLoop:
             return
         calls = session.pending
         job.ticket.rows = sum(c.rows for c in calls)
-        # Cached requests run alone: a group for each.
-        alone = job.ticket.request_id if job.cached else None
+        # Cached and deterministic requests run alone: a group for each.
+        alone = job.ticket.request_id if job.cached or job.deterministic else None
         job.ticket.group = (calls[0].key, job.lora, alone)
 
     def _stop(self, job: DenoiseJob, error: Exception) -> None:
@@ -172,6 +173,12 @@ class DenoiseLoop:
 def _session(job: DenoiseJob) -> DenoiseSession:
     assert job.session is not None, "the job has begun"
     return job.session
+
+
+def _work(job: DenoiseJob) -> Work:
+    return Work(
+        job.ticket.request_id, _session(job).pending, job.lora, job.cached, job.deterministic
+    )
 
 
 def _too_late(ticket: Ticket) -> StageTimeout:

@@ -25,13 +25,15 @@ Lora = tuple[tuple[str, float], ...]
 class Work:
     """One request's pending calls.
 
-    ``cached``: the cache policy applies, and the calls run alone. ``lora``: names and weights.
+    ``cached``: the cache policy applies, and the calls run alone. ``deterministic``: each call
+    runs alone and whole, so that its bits depend on nothing else. ``lora``: names and weights.
     """
 
     request_id: str
     calls: Sequence[Call]
     lora: Lora = ()
     cached: bool = False
+    deterministic: bool = False
 
 
 class OmniDiffusionModelRunner:
@@ -39,7 +41,8 @@ class OmniDiffusionModelRunner:
 
     A forward that runs out of memory is halved until single rows are left; only a request whose
     one row does not fit fails. A forward that fails otherwise is repeated request by request, so
-    that one request cannot take down its batch mates.
+    that one request cannot take down its batch mates. Floating point rounds differently in forwards
+    of other sizes: what must not depend on that is neither joined nor halved.
 
     Args:
         family: how calls join.
@@ -85,6 +88,9 @@ class OmniDiffusionModelRunner:
         if works[0].cached:
             assert len(works) == 1, "cache decisions are made for one request alone"
             return [[self._cached(works[0], call) for call in works[0].calls]]
+        if works[0].deterministic:
+            assert len(works) == 1, "a deterministic request shares no forward"
+            return [[self._one_forward([c], group, c.rows)[0] for c in works[0].calls]]
         calls = [call for work in works for call in work.calls]
         outputs = self._forward(calls, group)
         shares, at = [], 0

@@ -152,6 +152,8 @@ class TransformerProxy(torch.nn.Module):
         # Not as a submodule: the proxy owns no weights.
         object.__setattr__(self, "_model", model)
         object.__setattr__(self, "_calls", calls)
+        # Pipelines ask at every step, and the model looks through all its modules for it.
+        object.__setattr__(self, "dtype", model.dtype)
         names = tuple(inspect.signature(type(model).forward).parameters)[1:]
         object.__setattr__(self, "_names", names)
 

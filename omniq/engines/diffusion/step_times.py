@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-#: Weight of the newest sample.
-NEWEST = 0.3
+#: A size's time is the median of so many newest samples: prompts of one group differ in length.
+KEPT = 8
+#: A size is judged when it has so many.
+ENOUGH = 2
 #: A larger batch must bring a row at least this much below the best smaller batch's time.
 GAIN = 0.97
 #: The first forwards of a size compile and allocate; their times are not kept.
 UNTIMED = 1
-#: Sizes that did not pay or fit are tried again after so many forwards: load changes.
-RETRY_AFTER = 500
+#: Sizes that did not pay are sampled again after so many forwards: load changes, and a few samples
+#: may mislead. A forward that pays too little costs far less than never batching.
+RETRY_AFTER = 50
+#: Sizes that did not fit are tried again after so many.
+RETRY_MEMORY_AFTER = 500
 MOST_KEYS = 256
 
 
 @dataclass(slots=True)
 class _Size:
-    """Samples of one batch size."""
+    """Samples of one batch size; ``at``: the group's forwards when the newest was taken."""
 
     runs: int = 0
-    seconds: float | None = None
+    at: int = 0
+    samples: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of a forward; None before the first sample."""
+        return statistics.median(self.samples) if self.samples else None
 
 
 @dataclass(slots=True)
@@ -52,10 +65,9 @@ class StepTimes:
         size = group.sizes.setdefault(rows, _Size())
         group.forwards += 1
         size.runs += 1
-        if size.runs <= UNTIMED:
-            return
-        old = size.seconds
-        size.seconds = seconds if old is None else old + NEWEST * (seconds - old)
+        size.at = group.forwards
+        if size.runs > UNTIMED:
+            size.samples.append(seconds)
 
     def ran_out(self, key: Hashable, rows: int) -> None:
         """A forward of ``rows`` ran out of memory: half of it at most, for a while."""
@@ -78,7 +90,7 @@ class StepTimes:
         """How many of ``available`` rows the next forward should have, at least ``least``.
 
         Sizes double from ``least``, the smallest request's, as long as each is measured to take
-        less time a row than the smaller ones; a size that was never measured is tried.
+        less time a row than the smaller ones; a size with too few or old samples is tried.
         """
         group = self._group(key)
         most = max(min(self._room(group), available), least)
@@ -87,12 +99,12 @@ class StepTimes:
         allowed, best = least, None
         for rows in _doubling(least, most):
             size = group.sizes.get(rows)
-            if size is None or size.seconds is None:
+            if size is None or len(size.samples) < ENOUGH:
                 return rows
-            per_row = size.seconds / rows
+            per_row = statistics.median(size.samples) / rows
             if best is not None and per_row > best * GAIN:
-                if group.forwards % RETRY_AFTER == 0:
-                    size.runs, size.seconds = 0, None
+                if group.forwards - size.at >= RETRY_AFTER:
+                    return rows
                 break
             allowed, best = rows, per_row
         return allowed
@@ -101,7 +113,7 @@ class StepTimes:
         """Most rows by memory; what ran out once is tried again later, twice as large each time."""
         if group.memory_limit is None:
             return self.max_rows
-        if group.forwards - group.limited_at >= RETRY_AFTER:
+        if group.forwards - group.limited_at >= RETRY_MEMORY_AFTER:
             group.memory_limit, group.limited_at = 2 * group.memory_limit, group.forwards
         return min(self.max_rows, group.memory_limit)
 

@@ -106,6 +106,7 @@ FRONT_END = {
     "LoRARequest": Need("vllm.lora.request:LoRARequest", ("lora_name", "lora_int_id", "lora_path")),
     "tokens_input": Need("vllm.inputs.engine:tokens_input", ("prompt_token_ids",)),
     "embeds_input": Need("vllm.inputs.engine:embeds_input", ("prompt_embeds",)),
+    "envs": Need("vllm:envs", ("VLLM_BATCH_INVARIANT",)),
     "EngineDeadError": Need("vllm.v1.engine.exceptions:EngineDeadError"),
     "EngineGenerateError": Need("vllm.v1.engine.exceptions:EngineGenerateError"),
     "VLLMValidationError": Need("vllm.exceptions:VLLMValidationError"),

@@ -11,7 +11,9 @@ from omniq.engines.vllm import contract
 from omniq.errors import InvalidRequest
 
 #: Parameters of an AR stage that are not fields of ``SamplingParams``.
-NOT_SAMPLING = frozenset({"tools", "chat_template_kwargs", "lora", "dimensions", "use_activation"})
+NOT_SAMPLING = frozenset(
+    {"tools", "chat_template_kwargs", "lora", "dimensions", "use_activation", "deterministic"}
+)
 #: Those of pooling stages.
 POOLING = frozenset({"lora", "dimensions", "use_activation"})
 
@@ -41,6 +43,12 @@ def sampling_params(
     for name in ("dimensions", "use_activation"):
         if params.get(name) is not None:
             raise refused(name, "only stages of pooling models take it")
+    if params.get("deterministic") and not v.envs.VLLM_BATCH_INVARIANT:
+        raise refused(
+            "deterministic",
+            "vLLM's results depend on its batch; start the worker with VLLM_BATCH_INVARIANT=1 "
+            "where the GPU supports it, or give the stage engine: transformers",
+        )
     try:
         if "structured_outputs" in given:
             asked = given["structured_outputs"]
