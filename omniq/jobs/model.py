@@ -56,11 +56,16 @@ class JobSpec(BaseModel):
     id: str = Field(pattern=r"^[a-z0-9-]{1,64}$")
     pipeline: str
     pipeline_version: int = 1
-    inputs: dict[str, Any]
+    inputs: dict[str, Any] = Field(
+        description="By name; of pictures and tensors only what they are like."
+    )
+    files: dict[str, BlobRef] = Field(
+        default_factory=dict, description="Pictures and tensors, by the input's name."
+    )
     parameters: dict[str, dict[str, Any]] = Field(description="Complete, by stage id.")
     stages: list[str] = Field(description="Stage ids in topological order.")
     priority: int = Field(5, ge=0, le=9, description="9 is served first.")
-    deadline: float | None = Field(None, description="Unix time after which it is not started.")
+    deadline: float | None = Field(None, description="Unix time after which nobody wants it.")
     metadata: dict[str, str] = Field(default_factory=dict, description="The client's own labels.")
     created: float = Field(description="Unix time.")
 

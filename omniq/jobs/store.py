@@ -7,13 +7,15 @@ task was delivered again elsewhere cannot double or overwrite anything.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncGenerator, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from omniq import keys
+from omniq.config.pipeline import REQUEST
 from omniq.errors import ArtifactNotFound, InvalidRequest
 from omniq.jobs.model import (
     ArtifactInfo,
@@ -34,6 +36,9 @@ from omniq.publish import Post, event_channel
 from omniq.redis_client import Client, broker_errors, connect
 from omniq.settings import get_settings
 
+if TYPE_CHECKING:
+    from omniq.blobs import BlobRef, RedisStore
+
 PAGE = 200
 
 
@@ -51,6 +56,7 @@ class JobStore:
         self.redis = redis
         self._watching = Watching(redis, self._end)
         self._run = JobScripts(redis).run
+        self._files: RedisStore | None = None
 
     @classmethod
     def from_settings(cls) -> JobStore:
@@ -60,6 +66,8 @@ class JobStore:
     async def close(self) -> None:
         """Close the connections."""
         self._watching.close()
+        if self._files is not None:
+            self._files.close()
         await self.redis.aclose()
 
     # -- accepting and reading ---------------------------------------------------------------
@@ -69,7 +77,8 @@ class JobStore:
     ) -> JobRecord:
         """Record a job as queued, emit ``job.queued`` and send the messages that start it.
 
-        ``upstream`` lists for each stage the stages that feed it.
+        ``upstream`` lists for each stage the stages that feed it. The blobs of ``spec.files`` are
+        the job's from now on, and freed with it.
         """
         ttl = get_settings().job_ttl
         created = await self._run(
@@ -83,6 +92,7 @@ class JobStore:
                 repr(spec.created),
                 int(ttl * 1000),
                 "" if spec.deadline is None else repr(spec.deadline),
+                _dumps([ref.model_dump_json() for ref in spec.files.values()]),
                 *_posted(posts),
             ],
             keys.jobs_index(),
@@ -294,6 +304,21 @@ class JobStore:
         return await self.get(job_id)
 
     # -- results -----------------------------------------------------------------------------
+
+    async def put_input(self, job_id: str, name: str, data: bytes) -> BlobRef:
+        """Store an input that is a file, in the layout of blobs, for :meth:`create`.
+
+        It is dropped when an unfinished job is, should it never be created.
+
+        Raises:
+            StoreFull, BlobTooLarge: there is no room for it.
+        """
+        if self._files is None:
+            from omniq.blobs import RedisStore  # noqa: PLC0415 - few jobs have files
+
+            self._files = RedisStore.from_settings(ttl=get_settings().job_ttl)
+        blob_id = f"{job_id}.{REQUEST}.0.{name}"
+        return await asyncio.to_thread(self._files.put_bytes, blob_id, memoryview(data))
 
     async def put_artifact(self, job_id: str, name: str, fence: int, data: bytes) -> str:
         """Store one result file for the time of retention; returns its key.

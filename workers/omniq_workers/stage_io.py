@@ -94,6 +94,8 @@ class StageIO:
             if edge.producer == REQUEST:
                 if output in spec.inputs:
                     found[name] = StageInput(value=spec.inputs[output])
+                if output in spec.files:
+                    blobs[name] = spec.files[output]
                 continue
             made = upstream.get(edge.producer, {}).get(output)
             if made is None:

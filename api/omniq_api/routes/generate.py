@@ -17,7 +17,7 @@ from omniq_api.routes.artifacts import artifact_response, first_image
 from omniq_api.routes.jobs import JobBody, submit_request
 from omniq_api.schemas import JobView, artifact_url, job_urls, job_view
 from omniq_api.services import Base, Live, Services
-from omniq_api.strict_json import StrictJSONRoute
+from omniq_api.strict_json import FilesRoute
 from omniq_api.waiting import ClientGone, wait_for_end
 
 DEFAULT_WAIT = 300.0
@@ -25,7 +25,7 @@ MAX_WAIT = 3600.0
 FAILED_STATUS = {JobState.FAILED: 500, JobState.CANCELLED: 409, JobState.EXPIRED: 504}
 
 logger = logging.getLogger("omniq.api")
-router = APIRouter(tags=["generate"], route_class=StrictJSONRoute)
+router = APIRouter(tags=["generate"], route_class=FilesRoute)
 
 
 @router.post(
