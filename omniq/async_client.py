@@ -186,7 +186,8 @@ class AsyncOmniLLM:
         """As :meth:`generate`, yielding the output as it grows; the last one is finished.
 
         It is one object that is brought up to date: text so far, each stage's ``step`` of
-        ``total``. Leaving the loop early and closing the iterator cancels the job.
+        ``total``, ``previews`` if ``preview_every`` asks for them. Leaving the loop early and
+        closing the iterator cancels the job.
         """
         job_id = await self.submit(prompt, parameters, priority=priority, timeout=timeout, **more)
         finished = False

@@ -173,7 +173,7 @@ def _parameter(stage: OmniStageConfig, name: str, schema: dict[str, Any]) -> Par
         exclusive_minimum=bounds.get("exclusiveMinimum"),
         maximum=_tighter(min, bounds.get("maximum"), limit.max),
         multiple_of=limit.multiple_of,
-        choices=limit.choices,
+        choices=limit.choices or bounds.get("enum"),
     )
 
 

@@ -126,7 +126,7 @@ def _check_writable(output: Path | None) -> None:
 def _save(result: OmniRequestOutput, output: Path | None) -> list[Path]:
     """Write all result files; ``output`` names the first (``out.png``, then ``out-1.png``, ...)."""
     saved = []
-    for index, (_, artifact) in enumerate(sorted(result.artifacts.items())):
+    for index, artifact in enumerate(result.files):
         if output is None:
             path = Path(f"{result.job_id}-{artifact.name}")
             if not path.suffix:

@@ -105,6 +105,12 @@ class Emit(Protocol):
         blocks.
         """
 
+    def preview(self, value: dict[str, Any]) -> None:
+        """A cheap look at a picture that is not finished: ``image`` (number from 0), ``step``,
+        ``content_type``, ``width``, ``height``, ``url`` (a data URL); never blocks. One that is
+        overtaken before it is written is dropped.
+        """
+
     def chunk(
         self,
         output: str,
@@ -144,6 +150,9 @@ class NullEmit:
         """Drop."""
 
     def delta(self, output: str, value: Any) -> None:
+        """Drop."""
+
+    def preview(self, value: dict[str, Any]) -> None:
         """Drop."""
 
     def chunk(

@@ -128,8 +128,10 @@ class JobEvent(BaseModel):
 
     Types: ``job.queued``, ``job.started``, ``stage.started``, ``stage.progress`` (``step``,
     ``total``), ``stage.delta`` (``output``, ``value``; of an output made by chunks also
-    ``sequence``, and ``artifact`` for tensors), ``stage.succeeded``, ``stage.retrying``,
-    ``stage.failed``, ``job.cancelling`` and one final ``job.succeeded|failed|cancelled|expired``.
+    ``sequence``, and ``artifact`` for tensors), ``stage.preview`` (``image``, ``step``,
+    ``content_type``, ``width``, ``height``, ``url``: a data URL), ``stage.succeeded``,
+    ``stage.retrying``, ``stage.failed``, ``job.cancelling`` and one final
+    ``job.succeeded|failed|cancelled|expired``.
     """
 
     id: str = Field(description="Redis stream id: the SSE event id, for resuming.")

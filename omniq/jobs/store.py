@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncGenerator, Collection, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -114,7 +116,14 @@ class JobStore:
             raw = await self.redis.hgetall(keys.job(job_id))
         if not raw:
             raise not_found(job_id)
-        return read_record(raw)
+        record = read_record(raw)
+        if not record.state.final and _is_late(record) and await self._expire(job_id):
+            return await self.get(job_id)
+        return record
+
+    async def _expire(self, job_id: str) -> bool:
+        """End a job whose deadline has passed while nothing of it runs."""
+        return bool(await self._run("expire", job_id, []))
 
     async def list(
         self,
@@ -198,6 +207,13 @@ class JobStore:
             await self._run("progress", job_id, [stage, fence, "stage.delta", data, "", ""])
         )
 
+    async def preview(self, job_id: str, stage: str, fence: int, value: dict[str, Any]) -> bool:
+        """Pass a look at an unfinished picture on to whoever watches the job. False as in
+        :meth:`progress`.
+        """
+        arguments = [stage, fence, "stage.preview", _dumps(value), "", ""]
+        return bool(await self._run("progress", job_id, arguments))
+
     async def finish_stage(
         self,
         job_id: str,
@@ -267,6 +283,12 @@ class JobStore:
     async def fail_stage(self, job_id: str, stage: str, fence: int, error: dict[str, Any]) -> bool:
         """The run failed for good, and the job with it. False: refused."""
         return await self._end_run(job_id, stage, fence, "fail", error=error)
+
+    async def expire_stage(
+        self, job_id: str, stage: str, fence: int, error: dict[str, Any]
+    ) -> bool:
+        """The deadline passed while the run went on, which has stopped. False: refused."""
+        return await self._end_run(job_id, stage, fence, "expire", error=error)
 
     async def stop_stage(self, job_id: str, stage: str, fence: int) -> bool:
         """A cancelled run has really stopped; the job ends as cancelled with the last of them.
@@ -357,12 +379,13 @@ class JobStore:
 
     # -- watching ----------------------------------------------------------------------------
 
-    def events(
+    async def events(
         self, job_id: str, after: str = "0", *, block: float = SILENCE
     ) -> AsyncGenerator[JobEvent | None]:
         """Events behind stream id ``after``, then live ones, up to the final event.
 
-        Yields None after every ``block`` seconds of silence, so that a server can write heartbeats.
+        Yields None after every ``block`` seconds of silence, so that a server can write heartbeats;
+        and then a job that nobody has begun before its deadline expires.
         All watchers of a store share one connection (:mod:`omniq.jobs.watch`). When the broker
         goes, they end with :class:`~omniq.errors.BrokerUnavailable` and may go on from their last
         id once it is back.
@@ -371,7 +394,11 @@ class JobStore:
             JobNotFound: unknown job.
             InvalidRequest: ``after`` is no stream id.
         """
-        return self._watching.events(job_id, after, block=block)
+        async with aclosing(self._watching.events(job_id, after, block=block)) as events:
+            async for event in events:
+                yield event
+                if event is None:
+                    await self._expire(job_id)
 
     async def wait(self, job_id: str, timeout: float | None = None) -> JobRecord:
         """The record once the job has ended, or as it is after ``timeout`` seconds.
@@ -394,6 +421,11 @@ class JobStore:
         up; for a server that stops.
         """
         self._watching.stop()
+
+
+def _is_late(record: JobRecord) -> bool:
+    deadline = record.spec.deadline
+    return deadline is not None and time.time() > deadline
 
 
 def read_grant(answer: Sequence[Any]) -> StageGrant:

@@ -235,8 +235,7 @@ class _Previews(Recorder):
         super().__init__()
         self.seen: list[dict[str, Any]] = []
 
-    def delta(self, output: str, value: Any) -> None:
-        assert output == "preview"
+    def preview(self, value: dict[str, Any]) -> None:
         self.seen.append(value)
 
 
@@ -245,15 +244,20 @@ async def test_previews_every_few_steps(models: Callable[[str], Path], name: str
     """Small pictures as JSON; asking for them changes nothing."""
     from PIL import Image
 
-    config = dit_stage(models(name), dit={**ALWAYS, "preview_every": 2})
-    engine: Any = loaded_now(config)
-    assert engine.part.pipeline.vae is None  # was there for the fit only
+    engine: Any = loaded_now(dit_stage(models(name)))
     seen = _Previews()
     given = params(name, num_inference_steps=5, guidance_scale=0.0)
+    without = await send(engine, given, seen, condition=condition(name, 5))
+    assert not seen.seen, "off by default"
+    assert engine.part._previewer is None
+    given["preview_every"] = 2
     out = await send(engine, given, seen, condition=condition(name, 5))
+    assert torch.equal(latents_of(out), latents_of(without))
+    assert engine.part.pipeline.vae is None  # was there for the fit only
     assert [p["step"] for p in seen.seen] == [2, 4]
+    assert seen.seen[-1]["url"].startswith("data:image/webp;base64,")
     height, width = latents_of(out).shape[-2:]
-    shown = Image.open(io.BytesIO(base64.b64decode(seen.seen[-1]["data"])))
+    shown = Image.open(io.BytesIO(base64.b64decode(seen.seen[-1]["url"].partition(",")[2])))
     assert shown.size == (width, height) == (seen.seen[-1]["width"], seen.seen[-1]["height"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from omniq.engines.diffusion.inputs import black_picture, condition_input
 from omniq.engines.diffusion.loading import load_pipeline, pipeline_folder, read_index
 from omniq.engines.diffusion.loop import DenoiseJob, DenoiseLoop
 from omniq.engines.diffusion.pipeline_run import PipelineRun, Preview, Progress
+from omniq.engines.diffusion.preview import MOST as MOST_PREVIEWS
 from omniq.engines.diffusion.preview import Previewer
 from omniq.engines.diffusion.runner import Lora, OmniDiffusionModelRunner
 from omniq.engines.diffusion.scheduler import Ticket, create_scheduler
@@ -69,7 +71,8 @@ class Denoiser:
         models = [m for n in TRANSFORMERS if (m := getattr(self.pipeline, n, None)) is not None]
         self.cache = DiTCacheManager(self._config.cache, self.family)
         self.cache.install(models)
-        self._previewer = self._fit_previews()
+        self._fitting = asyncio.Lock()
+        self._previewer = self._fit_previews() if self._config.preview_every else None
         batching = self._config.batching
         times = StepTimes(batching.max_rows, always=batching.when == "always")
         self.runner = OmniDiffusionModelRunner(self.family, times, self.cache, self._use_lora)
@@ -96,6 +99,10 @@ class Denoiser:
         self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit
     ) -> StageOutput:
         """Denoise one request's pictures or video; its pictures are jobs of their own."""
+        if self._preview_every(request.params) and self._previewer is None:
+            async with self._fitting:
+                if self._previewer is None:
+                    self._previewer = await self._engine.in_thread(self._fit_previews)
         jobs = self._jobs(request, inputs, emit)
         self.loop.submit(jobs)
         ended = [asyncio.wrap_future(job.outcome) for job in jobs]
@@ -133,6 +140,8 @@ class Denoiser:
         )
         size = self.family.picture_size(arguments) or _size(pipeline, arguments, accepted)
         progress = Progress(emit, count)
+        every = self._preview_every(params)
+        every = every and max(every, math.ceil(total * count / MOST_PREVIEWS))
         jobs = []
         for i in range(count):
             name = f"{request.request_id}/{i}"
@@ -148,7 +157,7 @@ class Denoiser:
                 size=size,
                 ticket=ticket,
                 progress=progress,
-                preview=self._preview(pipeline, emit, size, i),
+                preview=self._preview(pipeline, emit, size, i, every),
                 pairs=not cached,
             )
             jobs.append(DenoiseJob(ticket, run, lora, cached))
@@ -263,9 +272,20 @@ class Denoiser:
         self.pipeline.enable_lora()
         self.pipeline.set_adapters([n for n, _ in lora], [w for _, w in lora])
 
-    def _fit_previews(self) -> Previewer | None:
-        if not self._config.preview_every or "vae" not in self._index.components:
-            return None
+    def _preview_every(self, params: Mapping[str, Any]) -> int:
+        """Steps between a request's previews; 0: none."""
+        asked = params.get("preview_every")
+        return self._config.preview_every if asked is None else int(asked)
+
+    @torch.no_grad()
+    def _fit_previews(self) -> Previewer:
+        """Blocking; for the model thread.
+
+        Raises:
+            InvalidRequest: the model has no VAE.
+        """
+        if "vae" not in self._index.components:
+            refuse({"preview_every": f"must be 0: {self._index.class_name} has no VAE to look by"})
         vae = getattr(self.pipeline, "vae", None)
         if vae is None:  # loaded for the fit only
             only = load_pipeline(
@@ -274,16 +294,18 @@ class Denoiser:
             vae = only.vae
         return Previewer(vae)
 
-    def _preview(self, pipeline: Any, emit: Emit, size: tuple[int, int], i: int) -> Preview | None:
+    def _preview(
+        self, pipeline: Any, emit: Emit, size: tuple[int, int], i: int, every: int
+    ) -> Preview | None:
         """What sends previews of picture ``i``; None if there are none."""
-        if self._previewer is None:
+        previewer = self._previewer
+        if previewer is None or not every:
             return None
-        previewer, every = self._previewer, self._config.preview_every
 
         def show(step: int, latents: torch.Tensor) -> None:
             if step % every == 0:
                 plain = self.family.latents(pipeline, latents, size)
-                emit.delta("preview", {"image": i, **previewer.message(plain, step)})
+                emit.preview({"image": i, **previewer.message(plain, step)})
 
         return show
 

@@ -19,7 +19,7 @@ from omniq.engines.diffusion.runner import Lora, OmniDiffusionModelRunner, Work
 from omniq.engines.diffusion.scheduler import OmniDiffusionScheduler, Ticket
 from omniq.engines.diffusion.session import Ask, DenoiseSession
 from omniq.engines.faults import engine_faults
-from omniq.errors import EngineDead, EngineError, OmniqError, StageTimeout
+from omniq.errors import DeadlineExceeded, EngineDead, EngineError, OmniqError
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ def _session(job: DenoiseJob) -> DenoiseSession:
     return job.session
 
 
-def _too_late(ticket: Ticket) -> StageTimeout:
-    return StageTimeout(
+def _too_late(ticket: Ticket) -> DeadlineExceeded:
+    return DeadlineExceeded(
         f"the deadline passed after {ticket.steps_done} of {ticket.steps_total} steps"
     )
