@@ -31,7 +31,8 @@ class StageRequest:
     """What one run of a stage is asked to do.
 
     ``params`` are the stage's complete, validated parameters (:mod:`omniq.config.params`).
-    ``deadline`` is in seconds on the monotonic clock; nobody wants the result after it.
+    ``deadline`` is in seconds on the monotonic clock; nobody wants the result after it, and the
+    worker stops the run then.
     """
 
     request_id: str

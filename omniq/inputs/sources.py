@@ -39,7 +39,7 @@ def source_of(value: Any, field: str, *, local: bool) -> Any:
     found = value
     if isinstance(value, bytes | bytearray | memoryview):
         found = bytes(value)
-    elif isinstance(value, dict):
+    elif isinstance(value, dict) and not (local and _holds_arrays(value)):
         found = _artifact_of(value, field)
     elif isinstance(value, str):
         found = _of_text(value, field, local=local)
@@ -97,6 +97,10 @@ def _artifact_of(value: dict[str, Any], field: str) -> ArtifactId:
     if set(value) != {"job", "artifact"} or not all(isinstance(v, str) for v in value.values()):
         raise invalid(field, 'an object names a result file: {"job": ID, "artifact": NAME}')
     return ArtifactId(**value)
+
+
+def _holds_arrays(value: dict[str, Any]) -> bool:
+    return bool(value) and all(hasattr(v, "__array__") for v in value.values())
 
 
 def _check_size(nbytes: int, field: str) -> None:

@@ -81,7 +81,7 @@ def _mp4(frames: Frames, fps: float, context: OutputContext) -> bytes:
     import av  # noqa: PLC0415 - an extra
 
     file = io.BytesIO()
-    with av.open(file, "w", format="mp4", options={"movflags": "+faststart"}) as container:
+    with av.open(file, "w", format="mp4") as container:
         container.metadata["comment"] = json.dumps(facts_of(context))
         container.metadata["encoder"] = SOFTWARE
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))

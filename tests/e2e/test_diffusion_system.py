@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
 from diffusion_helpers import picture, whole
 from omniq_api.app import create_app
@@ -64,7 +65,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make("flux", tmp_path_factory.mktemp("pictures") / "flux")
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def llm(model: Path) -> AsyncIterator[AsyncOmniLLM]:
     """A system of its own, shared by the tests of this module."""
     file = model.parent / "pictures.yaml"
@@ -79,7 +80,7 @@ async def llm(model: Path) -> AsyncIterator[AsyncOmniLLM]:
     available_pipelines.cache_clear()
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def http(llm: AsyncOmniLLM) -> AsyncIterator[httpx.AsyncClient]:
     """The API on the same system."""
     app = create_app()
