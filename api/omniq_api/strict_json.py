@@ -23,6 +23,30 @@ FORM = "multipart/form-data"
 #: The form's field that holds the request without its files.
 JSON_FIELD = "request"
 MAX_FILES = 32
+#: ``openapi_extra=`` of a route that reads forms.
+FORM_BODY: dict[str, Any] = {
+    "requestBody": {
+        "content": {
+            FORM: {
+                "schema": {
+                    "type": "object",
+                    "required": [JSON_FIELD],
+                    "properties": {
+                        JSON_FIELD: {
+                            "type": "string",
+                            "description": "The request as JSON, without its files.",
+                        }
+                    },
+                    "additionalProperties": {
+                        "type": "string",
+                        "format": "binary",
+                        "description": "A file under its input's name, which may be repeated.",
+                    },
+                }
+            }
+        }
+    }
+}
 #: Bytes of that field.
 MAX_JSON = 4 << 20
 

@@ -189,6 +189,13 @@ async def test_routes_without_files_take_no_forms(client: httpx.AsyncClient) -> 
     assert answer.status_code == 415
 
 
+async def test_the_openapi_document_shows_forms(client: httpx.AsyncClient) -> None:
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    for path in ("/v1/jobs", "/v1/generate"):
+        content = paths[path]["post"]["requestBody"]["content"]
+        assert set(content) == {"application/json", "multipart/form-data"}
+
+
 async def test_pipelines_describe_their_files(client: httpx.AsyncClient) -> None:
     view = (await client.get("/v1/pipelines/edit")).json()
     assert view["inputs"]["image"]["max_items"] == 2

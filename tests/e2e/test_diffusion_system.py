@@ -118,13 +118,13 @@ def png(pixels: torch.Tensor) -> bytes:
     return file.getvalue()
 
 
-def assert_same(image: Image.Image, pipeline: Any, seed: int, **arguments: Any) -> None:
+def assert_same(found: Image.Image, pipeline: Any, seed: int, **arguments: Any) -> None:
     generator = torch.Generator().manual_seed(seed)
     made = pipeline(
         prompt=PROMPT, **{**SIZE, **arguments}, generator=generator, output_type="np"
     ).images[0]
     expected = (made * 255).round().astype(int)
-    assert np.abs(np.asarray(image).astype(int) - expected).max() <= 1
+    assert np.abs(np.asarray(found).astype(int) - expected).max() <= 1
 
 
 async def test_a_picture_from_python(llm: AsyncOmniLLM, stock: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from omniq_api.routes.artifacts import artifact_response, first_media
 from omniq_api.routes.jobs import JobBody, submit_request
 from omniq_api.schemas import JobView, artifact_url, job_urls, job_view
 from omniq_api.services import Base, Live, Services
-from omniq_api.strict_json import FilesRoute
+from omniq_api.strict_json import FORM_BODY, FilesRoute
 from omniq_api.waiting import ClientGone, wait_for_end
 
 DEFAULT_WAIT = 300.0
@@ -31,6 +31,7 @@ router = APIRouter(tags=["generate"], route_class=FilesRoute)
 @router.post(
     "/v1/generate",
     summary="Generate and return the result",
+    openapi_extra=FORM_BODY,
     response_class=Response,
     responses={
         200: {

@@ -25,7 +25,7 @@ from omniq_api.schemas import (
 )
 from omniq_api.services import Base, Live, Services, live_services, mount_path
 from omniq_api.sse import HEARTBEAT, EventStreamResponse, check_event_id
-from omniq_api.strict_json import FilesRoute, StrictJSONRequest, StrictJSONRoute
+from omniq_api.strict_json import FORM_BODY, FilesRoute, StrictJSONRequest, StrictJSONRoute
 from omniq_api.waiting import ClientGone, wait_for_end
 
 MAX_WAIT = 60.0
@@ -130,6 +130,7 @@ def _job_response(record: JobRecord, base: str) -> Response:
     "",
     status_code=202,
     summary="Submit a job",
+    openapi_extra=FORM_BODY,
     response_model=JobView,
     responses={**ACCEPTED, **problems(400, 413, 415, 422, 503)},
 )

@@ -102,7 +102,8 @@ class Denoiser:
         if self._preview_every(request.params) and self._previewer is None:
             async with self._fitting:
                 if self._previewer is None:
-                    self._previewer = await self._engine.in_thread(self._fit_previews)
+                    fitted = self.loop.between(self._fit_previews)
+                    self._previewer = await asyncio.wrap_future(fitted)
         jobs = self._jobs(request, inputs, emit)
         self.loop.submit(jobs)
         ended = [asyncio.wrap_future(job.outcome) for job in jobs]
@@ -277,7 +278,6 @@ class Denoiser:
         asked = params.get("preview_every")
         return self._config.preview_every if asked is None else int(asked)
 
-    @torch.no_grad()
     def _fit_previews(self) -> Previewer:
         """Blocking; for the model thread.
 
