@@ -5,18 +5,17 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from omniq.inputs.faults import invalid, too_large, unsupported
 from omniq.settings import get_settings
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL.Image import Image
+
+    Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
 #: What can be read; few formats, because each is a parser that strangers feed.
 FORMATS = ("PNG", "JPEG", "WEBP")
-
-Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def pixels_of(value: Any, field: str, most_pixels: int) -> Pixels:
@@ -35,7 +34,8 @@ def pixels_of(value: Any, field: str, most_pixels: int) -> Pixels:
         UnsupportedInput: the bytes are no PNG, JPEG or WebP.
         InvalidRequest: something else, or a file that is broken.
     """
-    from PIL import Image as PILImage  # noqa: PLC0415 - only requests with pictures need it
+    import numpy as np  # noqa: PLC0415 - only requests with pictures need it
+    from PIL import Image as PILImage  # noqa: PLC0415 - as above
 
     most = min(most_pixels, get_settings().max_image_pixels)
     if isinstance(value, bytes):
@@ -71,6 +71,7 @@ def _of_file(data: bytes, field: str, most: int) -> Pixels:
 
 
 def _decoded(image: Image, field: str) -> Pixels:
+    import numpy as np  # noqa: PLC0415 - as above
     from PIL import Image as PILImage  # noqa: PLC0415 - as above
     from PIL import ImageOps  # noqa: PLC0415 - as above
 

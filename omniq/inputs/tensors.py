@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from omniq.inputs.faults import invalid, unsupported
 
 FLOATS = ("F16", "BF16", "F32", "F64")
@@ -62,9 +60,11 @@ def _saved(value: Any, field: str) -> bytes:
         from safetensors.torch import save  # noqa: PLC0415 - imports torch
 
         return bytes(save({"latents": value.detach().cpu().contiguous()}))
+    import numpy as np  # noqa: PLC0415 - few requests need it
+    from safetensors.numpy import save as save_array  # noqa: PLC0415 - as above
+
     if not isinstance(value, np.ndarray):
         raise invalid(field, f"must be a tensor, not {type(value).__name__}")
-    from safetensors.numpy import save as save_array  # noqa: PLC0415 - few requests need it
 
     try:
         return bytes(save_array({"latents": np.ascontiguousarray(value)}))
