@@ -12,6 +12,7 @@ from typing import Any
 from omniq.config import get_pipeline
 from omniq.config.request import validate_request
 from omniq.errors import BrokerUnavailable
+from omniq.inputs import read_inputs
 from omniq.jobs.model import JobEvent, JobRecord
 from omniq.jobs.store import JobStore
 from omniq.jobs.workers import WorkerRegistry
@@ -26,7 +27,12 @@ from omniq.submit import submit
 logger = logging.getLogger(__name__)
 
 Prompt = str | Mapping[str, Any]
-"""A text for the pipeline's first input, or all inputs by name."""
+"""A text for the pipeline's first input, or all inputs by name.
+
+A picture is a PIL image, a path, a file's bytes, an array uint8 [H, W, 3], a data URL, an
+:class:`~omniq.request_output.Artifact` or ``{"job": ID, "artifact": NAME}``; latents are an array,
+a torch tensor or a safetensors file.
+"""
 
 BLOCK = 1.0
 """Seconds between looks at the processes while nothing happens."""
@@ -152,7 +158,7 @@ class AsyncOmniLLM:
 
         Args:
             parameters, more: the pipeline's parameters (``seed=1, num_inference_steps=20``).
-            timeout: seconds within which the job must be started, else it expires.
+            timeout: seconds within which the job must have ended, else it expires.
 
         Raises:
             InvalidRequest: naming every faulty field.
@@ -182,7 +188,8 @@ class AsyncOmniLLM:
         """As :meth:`generate`, yielding the output as it grows; the last one is finished.
 
         It is one object that is brought up to date: text so far, each stage's ``step`` of
-        ``total``. Leaving the loop early and closing the iterator cancels the job.
+        ``total``, ``previews`` if ``preview_every`` asks for them. Leaving the loop early and
+        closing the iterator cancels the job.
         """
         job_id = await self.submit(prompt, parameters, priority=priority, timeout=timeout, **more)
         finished = False
@@ -227,11 +234,14 @@ class AsyncOmniLLM:
 
     async def _submit(self, prompt: Prompt, parameters: dict[str, Any], **options: Any) -> str:
         store = await self._connected()
+        # Without files there is nothing to read, and what follows checks the rest.
+        files = self.config.files
+        inputs = await self.prepare(prompt, parameters) if files else self._inputs(prompt)
         async with self._submits:
             record = await submit(
                 store,
                 pipeline=self.config.name,
-                inputs=self._inputs(prompt),
+                inputs=inputs,
                 parameters=parameters,
                 **options,
             )
@@ -267,12 +277,26 @@ class AsyncOmniLLM:
         return await self._output(await store.cancel(job_id))
 
     def validate(self, prompt: Prompt, parameters: Mapping[str, Any]) -> None:
-        """Check a request without sending it.
+        """Check a request without sending it or reading its files.
 
         Raises:
             InvalidRequest: naming every faulty field.
         """
         validate_request(self.config, self._inputs(prompt), dict(parameters))
+
+    async def prepare(self, prompt: Prompt, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Check a request and read its pictures and tensors; the result serves as a prompt.
+
+        Raises:
+            InvalidRequest: naming every faulty field; of files the first that cannot be used.
+            BrokerUnavailable: a result of another job cannot be read.
+        """
+        self.validate(prompt, parameters)
+        return await read_inputs(self.config, self._inputs(prompt), self._fetch, local=True)
+
+    async def _fetch(self, job_id: str, name: str) -> bytes:
+        store = await self._connected()
+        return (await store.get_artifact(job_id, name))[0]
 
     def _inputs(self, prompt: Prompt) -> dict[str, Any]:
         if isinstance(prompt, Mapping):

@@ -92,11 +92,10 @@ class OmniLLM:
         timeout: float | None,
     ) -> list[OmniRequestOutput]:
         llm = self._llm
-        for prompt, parameters in requests:
-            llm.validate(prompt, parameters)
+        read = [(await llm.prepare(p, q), q) for p, q in requests]
         submits = [
             asyncio.create_task(llm.submit(p, q, priority=priority, timeout=timeout))
-            for p, q in requests
+            for p, q in read
         ]
         try:
             job_ids = await asyncio.gather(*submits)

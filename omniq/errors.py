@@ -55,6 +55,18 @@ class InvalidRequest(OmniqError):
             self.details = {"fields": self.fields}
 
 
+class InputTooLarge(InvalidRequest):
+    """A file among the inputs has more bytes or pixels than are allowed."""
+
+    code = "input_too_large"
+
+
+class UnsupportedInput(InvalidRequest):
+    """A file among the inputs is of a kind that the pipeline does not take."""
+
+    code = "unsupported_input"
+
+
 class UnknownPipeline(InvalidRequest):
     """No pipeline of that name is configured."""
 
@@ -141,6 +153,12 @@ class StageTimeout(EngineError):
     """A stage ran longer than its time limit."""
 
     code = "stage_timeout"
+
+
+class DeadlineExceeded(StageTimeout):
+    """The job's deadline passed before its end."""
+
+    code = "deadline_exceeded"
 
 
 class NotReady(OmniqError):

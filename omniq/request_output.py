@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import io
+import os
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omniq.config import Modality, PipelineConfig
@@ -25,6 +28,47 @@ class Artifact:
     data: bytes = field(repr=False)
     meta: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_video(self) -> bool:
+        """Whether it holds frames, as a video or as an animated picture."""
+        return self.content_type.startswith("video/") or "frames" in self.meta
+
+    @property
+    def order(self) -> tuple[str, int]:
+        """Sorts by output, then by number where a request asked for several."""
+        index = self.meta.get("index", 0)
+        return self.name.removesuffix(f"-{index}"), index
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the file as it is."""
+        Path(path).write_bytes(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """A small, rough picture of one that is not finished, after ``step`` steps of ``stage``."""
+
+    stage: str
+    step: int
+    width: int
+    height: int
+    content_type: str
+    data: bytes = field(repr=False)
+
+    @classmethod
+    def from_event(cls, event: JobEvent) -> Preview:
+        """From a ``stage.preview`` event."""
+        found = {n: event.data[n] for n in ("step", "width", "height", "content_type")}
+        encoded = event.data["url"].partition(",")[2]
+        return cls(stage=event.stage or "", data=base64.b64decode(encoded), **found)
+
+    @property
+    def image(self) -> Image:
+        """As a PIL image."""
+        from PIL import Image as PILImage  # noqa: PLC0415 - only callers that look at images
+
+        return PILImage.open(io.BytesIO(self.data))
+
 
 @dataclass
 class OmniRequestOutput:
@@ -42,6 +86,8 @@ class OmniRequestOutput:
     """Result files by name; there once the job has succeeded."""
     error: dict[str, Any] | None = None
     """``code``, ``message``, maybe ``hint`` and ``details``, of a job that failed."""
+    previews: dict[int, Preview] = field(default_factory=dict)
+    """The newest look at each picture that is being made, by its number; see ``preview_every``."""
     text_sources: dict[str, str] = field(default_factory=dict)
     """Pipeline outputs that are text: name -> ``stage.output`` they come from."""
 
@@ -85,13 +131,24 @@ class OmniRequestOutput:
 
     @cached_property
     def images(self) -> list[Image]:
-        """All image artifacts as PIL images, in name order."""
+        """All pictures as PIL images, by output and number."""
         from PIL import Image as PILImage  # noqa: PLC0415 - only callers that look at images
 
-        files = (a for _, a in sorted(self.artifacts.items()))
         return [
-            PILImage.open(io.BytesIO(a.data)) for a in files if a.content_type.startswith("image/")
+            PILImage.open(io.BytesIO(a.data))
+            for a in self.files
+            if a.content_type.startswith("image/") and not a.is_video
         ]
+
+    @property
+    def videos(self) -> list[Artifact]:
+        """All videos as files, by output and number."""
+        return [a for a in self.files if a.is_video]
+
+    @property
+    def files(self) -> list[Artifact]:
+        """All result files, by output and number."""
+        return sorted(self.artifacts.values(), key=lambda a: a.order)
 
     @cached_property
     def latents(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -111,8 +168,7 @@ class OmniRequestOutput:
         return {name: t for a in self._tensor_files() for name, t in load(a.data).items()}
 
     def _tensor_files(self) -> list[Artifact]:
-        files = (a for _, a in sorted(self.artifacts.items()))
-        return [a for a in files if "safetensors" in a.content_type]
+        return [a for a in self.files if "safetensors" in a.content_type]
 
     def raise_for_state(self) -> None:
         """Raise JobFailed for a job that ended in another way than success."""
@@ -137,6 +193,8 @@ class OmniRequestOutput:
             self._forget(event.stage)
         elif event.type == "stage.progress" and stage is not None:
             stage.step, stage.total = event.data["step"], event.data["total"]
+        elif event.type == "stage.preview":
+            self.previews[event.data["image"]] = Preview.from_event(event)
         elif event.type == "stage.delta":
             return self._append(f"{event.stage}.{event.data['output']}", event.data["value"])
         else:
@@ -145,6 +203,7 @@ class OmniRequestOutput:
 
     def _forget(self, stage: str) -> None:
         """A run starts (perhaps again): what an earlier run of the stage said does not count."""
+        self.previews = {i: p for i, p in self.previews.items() if p.stage != stage}
         for name, source in self.text_sources.items():
             if source.partition(".")[0] == stage:
                 self.values.pop(name, None)

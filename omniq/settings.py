@@ -65,6 +65,16 @@ class Settings(BaseSettings):
         32 << 20, gt=0, description="Largest request body the API reads; more is answered 413."
     )
 
+    max_input_bytes: int = Field(
+        32 << 20, gt=0, description="Largest picture or tensor file among a request's inputs."
+    )
+    max_image_pixels: int = Field(
+        1 << 24,
+        gt=0,
+        description="Most pixels of a picture among a request's inputs; looked at before it is "
+        "decoded.",
+    )
+
     flower_port: int = Field(5555, ge=1, le=65535, description="Port Flower listens on (loopback).")
     flower_auth: str | None = Field(
         None, description="user:password for Flower's basic auth; unset: a new one each start."

@@ -11,6 +11,7 @@ from omniq.config import PipelineConfig, get_pipeline
 from omniq.config.params import PARAMS
 from omniq.config.request import validate_request
 from omniq.errors import InvalidRequest
+from omniq.inputs import InputFile, read_inputs
 from omniq.jobs.model import JobRecord, JobSpec, new_job_id
 from omniq.jobs.store import JobStore
 
@@ -30,13 +31,15 @@ async def submit(
 ) -> JobRecord:
     """Validate one job, then record and enqueue it in one step: never one without the other.
 
-    ``priority`` 9 is served first, 0 last. A job not started within ``timeout`` seconds expires.
-    ``awaited``: the caller will wait for its end at once (:meth:`JobStore.wait`).
-    A seed that is not given is drawn here, once, so that retries and all stages use the same one.
+    ``priority`` 9 is served first, 0 last. A job that has not ended within ``timeout`` seconds
+    expires. Pictures and tensors among the inputs become blobs, which the job's end frees. A seed
+    that is not given is drawn here, once, so that retries and all stages use the same one.
+    ``awaited``: the caller will wait for the job's end at once (:meth:`JobStore.wait`).
 
     Raises:
         UnknownPipeline: no such pipeline.
-        InvalidRequest: naming every faulty field.
+        InvalidRequest: naming every faulty field; of files the first that cannot be used.
+        StoreFull, BlobTooLarge: there is no room for a file.
         BrokerUnavailable: the job was neither recorded nor enqueued; or it was both, and the answer
             was lost.
     """
@@ -49,8 +52,25 @@ async def submit(
         timeout=timeout,
         metadata=metadata or {},
     )
+    if config.files:
+        spec = await _with_files(store, config, spec)
     upstream = {s: config.upstream(s) for s in spec.stages}
     return await store.create(spec, upstream, chain.first_posts(spec, config), awaited=awaited)
+
+
+async def _with_files(store: JobStore, config: PipelineConfig, spec: JobSpec) -> JobSpec:
+    """The job with its files read and stored as blobs."""
+
+    async def fetch(job_id: str, name: str) -> bytes:
+        return (await store.get_artifact(job_id, name))[0]
+
+    inputs = await read_inputs(config, spec.inputs, fetch)
+    files = {}
+    for name, value in inputs.items():
+        if isinstance(value, InputFile):
+            files[name] = await store.put_input(spec.id, name, value.data)
+            inputs[name] = value.shown
+    return spec.model_copy(update={"inputs": inputs, "files": files})
 
 
 def make_spec(

@@ -21,6 +21,7 @@ from omniq.engines.base import Engine, NullEmit, StageInput, StageOutput, StageR
 
 ALWAYS = {"batching": {"when": "always"}}
 Condition = dict[str, torch.Tensor]
+Pictures = torch.Tensor | dict[str, torch.Tensor]
 
 
 def dit_stage(model: Path, **more: Any) -> OmniStageConfig:
@@ -134,24 +135,35 @@ class Staged:
         self._encoder_sees = encoder_sees
 
     async def condition(
-        self, prompt: str, params: Mapping[str, Any], image: torch.Tensor | None = None
+        self, prompt: str, params: Mapping[str, Any], image: Pictures | None = None
     ) -> dict[str, torch.Tensor]:
         """What the encode stage hands on."""
-        more = {"image": image} if self._encoder_sees and image is not None else {}
-        out = await ask(self.encode, params, prompt=prompt, **more)
+        inputs = {"prompt": StageInput(prompt)}
+        if self._encoder_sees and image is not None:
+            tensors = image if isinstance(image, dict) else {"image": image}
+            inputs["image"] = StageInput(tensors=tensors)
+        out = await self.encode.run(StageRequest("test", params), inputs, NullEmit())
         return out.tensors["condition"]
 
     async def __call__(
-        self, prompt: str, params: Mapping[str, Any], image: torch.Tensor | None = None
+        self,
+        prompt: str,
+        params: Mapping[str, Any],
+        image: Pictures | None = None,
+        mask: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents, and uint8 pixels [H, W, 3] or [F, H, W, 3]."""
+        """Latents, and uint8 pixels [H, W, 3] or [F, H, W, 3].
+
+        ``image`` is a picture, or several by name.
+        """
         names = ("negative_prompt", "guidance_scale", "true_cfg_scale", "max_sequence_length")
         encoding = {n: params[n] for n in names if n in params}
         condition = await self.condition(prompt, encoding, image)
         rest = {
             n: v for n, v in params.items() if n not in ("negative_prompt", "max_sequence_length")
         }
-        more = {} if image is None else {"image": image}
+        more: dict[str, Any] = {} if image is None else {"image": image}
+        more |= {} if mask is None else {"mask_image": mask}
         latents = latents_of(await send(self.dit, rest, condition=condition, **more))
         decoded = await ask(self.decode, {}, latents=latents)
         ((_, tensors),) = decoded.tensors.items()

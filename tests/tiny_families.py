@@ -22,7 +22,7 @@ def make(name: str, folder: Path) -> Path:
     return folder
 
 
-def _autoencoder() -> Any:
+def _autoencoder(channels: int = 4) -> Any:
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
@@ -33,7 +33,7 @@ def _autoencoder() -> Any:
         up_block_types=["UpDecoderBlock2D"] * 2,
         block_out_channels=(16, 32),
         layers_per_block=1,
-        latent_channels=4,
+        latent_channels=channels,
         norm_num_groups=4,
         use_quant_conv=False,
         use_post_quant_conv=False,
@@ -115,27 +115,27 @@ def _flux() -> Any:
     )
 
 
-def _sd3() -> Any:
+def _sd3(channels: int = 4) -> Any:
     from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 
     clip, clip_2, t5 = _short(77), _short(77), _short(256)
     transformer = SD3Transformer2DModel(
         sample_size=32,
         patch_size=2,
-        in_channels=4,
+        in_channels=channels,
         num_layers=3,
         attention_head_dim=16,
         num_attention_heads=2,
         caption_projection_dim=32,
         joint_attention_dim=2 * WIDTH,
         pooled_projection_dim=2 * WIDTH,
-        out_channels=4,
+        out_channels=channels,
         pos_embed_max_size=96,
     )
     return StableDiffusion3Pipeline(
         transformer=transformer,
         scheduler=_euler(shift=3.0),
-        vae=_autoencoder(),
+        vae=_autoencoder(channels),
         text_encoder=_clip(clip, projection=True),
         tokenizer=clip,
         text_encoder_2=_clip(clip_2, projection=True),
@@ -213,14 +213,15 @@ def _qwen_image() -> Any:
     return QwenImagePipeline(**_qwen_parts())
 
 
-def _qwen_image_edit() -> Any:
-    from diffusers import QwenImageEditPipeline
+def _qwen_image_edit(*, plus: bool = False) -> Any:
+    from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
     from tiny_processor import PictureProcessor
     from transformers import Qwen2VLImageProcessor
 
     parts = _qwen_parts()
     processor = PictureProcessor(Qwen2VLImageProcessor(), parts["tokenizer"])
-    return QwenImageEditPipeline(**parts, processor=processor)
+    pipeline = QwenImageEditPlusPipeline if plus else QwenImageEditPipeline
+    return pipeline(**parts, processor=processor)
 
 
 def _wan() -> Any:
@@ -260,8 +261,11 @@ def _wan() -> Any:
 _BUILDERS = {
     "flux": _flux,
     "sd3": _sd3,
+    # Its inpainting pipeline takes no other number of channels.
+    "sd3_16": lambda: _sd3(16),
     "qwen_image": _qwen_image,
     "qwen_image_edit": _qwen_image_edit,
+    "qwen_image_edit_plus": lambda: _qwen_image_edit(plus=True),
     "wan": _wan,
 }
 NAMES = ("z_image", *_BUILDERS)

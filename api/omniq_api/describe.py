@@ -18,6 +18,8 @@ class InputView(BaseModel):
     required: bool
     min_length: int = Field(description="Characters; of token_ids, how many.")
     max_length: int = Field(description="Characters; of token_ids, how many.")
+    max_items: int = Field(1, description="Pictures.")
+    max_pixels: int | None = Field(None, description="Of one picture.")
     description: str = ""
 
 
@@ -125,6 +127,8 @@ def pipeline_view(pipeline: PipelineConfig, max_text: int) -> PipelineView:
                 required=i.required,
                 min_length=i.min_length,
                 max_length=i.max_length if i.type == "token_ids" else min(i.max_length, max_text),
+                max_items=i.max_items,
+                max_pixels=i.max_pixels if i.type == "image" else None,
                 description=i.description,
             )
             for name, i in pipeline.inputs.items()
@@ -169,7 +173,7 @@ def _parameter(stage: OmniStageConfig, name: str, schema: dict[str, Any]) -> Par
         exclusive_minimum=bounds.get("exclusiveMinimum"),
         maximum=_tighter(min, bounds.get("maximum"), limit.max),
         multiple_of=limit.multiple_of,
-        choices=limit.choices,
+        choices=limit.choices or bounds.get("enum"),
     )
 
 

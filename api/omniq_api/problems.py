@@ -31,6 +31,8 @@ Fault = dict[str, str]
 
 STATUS: dict[type[errors.OmniqError], int] = {
     errors.InvalidRequest: 422,
+    errors.InputTooLarge: 413,
+    errors.UnsupportedInput: 415,
     errors.JobNotFound: 404,
     errors.ArtifactNotFound: 404,
     errors.BrokerUnavailable: 503,

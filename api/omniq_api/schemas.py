@@ -55,7 +55,10 @@ class JobRequest(BaseModel):
     input: dict[str, Any] = Field(
         default_factory=dict,
         max_length=MAX_KEYS,
-        description="The pipeline's inputs by name, e.g. `prompt`.",
+        description="The pipeline's inputs by name, e.g. `prompt`. A picture is a data: URL, the "
+        'URL path of a result file, or `{"job": ID, "artifact": NAME}`; or send '
+        "`multipart/form-data` with this object as the field `request` and each file under its "
+        "input's name.",
     )
     parameters: Annotated[dict[str, Any], AfterValidator(_few_nested_keys)] = Field(
         default_factory=dict,
@@ -70,7 +73,7 @@ class JobRequest(BaseModel):
         le=WEEK,
         allow_inf_nan=False,
         strict=True,
-        description="A job that no worker has begun after so many seconds expires.",
+        description="A job that has not ended after so many seconds expires, wherever it is.",
     )
     metadata: dict[MetadataKey, MetadataValue] = Field(
         default_factory=dict,

@@ -73,12 +73,15 @@ class RedisStore(BlobStore):
         self._ttl, self._max_bytes, self._chunk_bytes = ttl, max_bytes, chunk_bytes
 
     @classmethod
-    def from_settings(cls) -> RedisStore:
-        """A store on the configured server, with connections of its own; connects on first use."""
+    def from_settings(cls, ttl: float | None = None) -> RedisStore:
+        """A store on the configured server, with connections of its own; connects on first use.
+
+        ``ttl`` replaces the setting.
+        """
         settings = get_settings()
         return cls(
             _client(settings.blob_url),
-            settings.blob_ttl,
+            settings.blob_ttl if ttl is None else ttl,
             settings.redis_blob_max_bytes,
             own_server=settings.blob_redis_url is not None,
         )

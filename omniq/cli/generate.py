@@ -29,6 +29,9 @@ from omniq.settings import get_settings
 @pipeline_option
 @click.option("--seed", type=click.IntRange(0), help="Same seed, same output.")
 @click.option("--param", "params", multiple=True, metavar="NAME=VALUE", help="May be repeated.")
+@click.option(
+    "--input", "files", multiple=True, metavar="NAME=FILE", help="A picture; may be repeated."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print what the job store knows, as JSON.")
 def generate(
     *,
@@ -37,6 +40,7 @@ def generate(
     pipeline: str,
     seed: int | None,
     params: tuple[str, ...],
+    files: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Make one output from PROMPT and save it.
@@ -48,16 +52,16 @@ def generate(
     parameters = _parameters(params)
     if seed is not None:
         parameters["seed"] = seed
-    result = asyncio.run(_generate(pipeline, prompt, parameters))
-    files = _save(result, output)
+    result = asyncio.run(_generate(pipeline, prompt, _files(files), parameters))
+    saved = _save(result, output)
     if as_json:
         stages = {n: s.model_dump(mode="json") for n, s in result.stages.items()}
         echo_json({"job_id": result.job_id, "values": result.values, "stages": stages,
-                   "files": [str(f) for f in files]})  # fmt: skip
+                   "files": [str(f) for f in saved]})  # fmt: skip
         return
     if result.text is not None:
         click.echo(result.text)
-    for path in files:
+    for path in saved:
         click.echo(f"saved {path}", err=True)
 
 
@@ -75,7 +79,20 @@ def _parameters(params: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-async def _generate(pipeline: str, prompt: str, parameters: dict[str, Any]) -> OmniRequestOutput:
+def _files(given: tuple[str, ...]) -> dict[str, Any]:
+    """``NAME=FILE`` pairs; several files of one name are a list."""
+    found: dict[str, list[Path]] = {}
+    for item in given:
+        name, equals, path = item.partition("=")
+        if not name or not equals:
+            raise click.BadParameter(f"{item!r} is not NAME=FILE", param_hint="--input")
+        found.setdefault(name, []).append(Path(path))
+    return {n: paths if len(paths) > 1 else paths[0] for n, paths in found.items()}
+
+
+async def _generate(
+    pipeline: str, text: str, files: dict[str, Any], parameters: dict[str, Any]
+) -> OmniRequestOutput:
     settings = get_settings()
     url = settings.url if not settings.embedded or await _is_up(pipeline) else None
     if url is None:
@@ -83,6 +100,7 @@ async def _generate(pipeline: str, prompt: str, parameters: dict[str, Any]) -> O
     llm = AsyncOmniLLM(
         pipeline, broker_url=url, on_progress=lambda stage, state: _note(f"{stage} is {state}")
     )
+    prompt = {next(iter(llm.config.inputs)): text, **files}
     llm.validate(prompt, parameters)  # before anything is started
     async with llm:
         final: OmniRequestOutput | None = None
@@ -126,7 +144,7 @@ def _check_writable(output: Path | None) -> None:
 def _save(result: OmniRequestOutput, output: Path | None) -> list[Path]:
     """Write all result files; ``output`` names the first (``out.png``, then ``out-1.png``, ...)."""
     saved = []
-    for index, (_, artifact) in enumerate(sorted(result.artifacts.items())):
+    for index, artifact in enumerate(result.files):
         if output is None:
             path = Path(f"{result.job_id}-{artifact.name}")
             if not path.suffix:

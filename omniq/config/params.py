@@ -195,9 +195,14 @@ class DiTParams(StageParams):
     num_images_per_prompt: int | None = Field(
         None, ge=1, le=64, description="Image i uses seed + i."
     )
-    scheduler: str | None = Field(None, description="euler, heun, unipc or dpmpp.")
+    scheduler: Literal["euler", "heun", "unipc", "dpmpp"] | None = Field(
+        None, description="Instead of the model's own."
+    )
     lora: dict[str, Annotated[float, Field(ge=-10.0, le=10.0)]] | None = Field(
         None, max_length=8, description="Weights of LoRAs that the stage has, by name."
+    )
+    preview_every: int | None = Field(
+        None, ge=0, le=1_000, description="Steps between previews; 0: none."
     )
     use_cache: bool | None = Field(None, description="False computes every step in full.")
     seed: Seed | None = Field(None, description="Same seed, same initial noise.")
@@ -208,6 +213,9 @@ class DecodeParams(StageParams):
     """Parameters of a decoder stage."""
 
     deterministic: Deterministic = None
+    fps: float | None = Field(
+        None, gt=0.0, le=240.0, allow_inf_nan=False, description="Frames a second of a video."
+    )
 
 
 PARAMS: dict[str, type[StageParams]] = {

@@ -23,16 +23,18 @@ LEAST_LIMIT = 16
 class InputConfig(ConfigModel):
     """One named input of the request."""
 
-    type: Literal["text", "messages", "token_ids"] = Field(
+    type: Literal["text", "messages", "token_ids", "image", "latents"] = Field(
         "text",
         description="'messages' is a conversation as in OpenAI's API, 'token_ids' a list of "
-        "integers.",
+        "integers, 'image' one or several pictures, 'latents' a tensor.",
     )
     required: bool = True
     min_length: int = Field(1, ge=0, description="Characters, or token ids.")
     max_length: int = Field(
         8_000, ge=1, description="Characters (of all messages together), or token ids."
     )
+    max_items: int = Field(1, ge=1, le=16, description="Pictures in one request.")
+    max_pixels: int = Field(1 << 24, ge=1, description="Pixels of one picture.")
     description: str = ""
 
 
@@ -207,6 +209,11 @@ class PipelineConfig(ConfigModel):
             for source in {e.source for e in self.edges if e.consumer == stage.stage_id}:
                 found.setdefault(source, []).append(stage.stage_id)
         return found
+
+    @cached_property
+    def files(self) -> tuple[str, ...]:
+        """Names of the inputs that are files: pictures and tensors."""
+        return tuple(n for n, i in self.inputs.items() if i.type in ("image", "latents"))
 
     @cached_property
     def takers(self) -> dict[str, list[OmniStageConfig]]:

@@ -105,7 +105,26 @@ def _token_ids_fault(spec: InputConfig, value: Any) -> str | None:
     return None
 
 
-_FAULT = {"text": _text_fault, "messages": _messages_fault, "token_ids": _token_ids_fault}
+def _file_fault(spec: InputConfig, value: Any) -> str | None:
+    """The outer form; what a file holds is looked at when it is read (:mod:`omniq.inputs`)."""
+    if value is None:
+        return "must not be null"
+    if not isinstance(value, list | tuple):
+        return None
+    if spec.type != "image":
+        return "must be one file, not a list"
+    if not 1 <= len(value) <= spec.max_items:
+        return f"must have 1 to {spec.max_items} pictures, has {len(value)}"
+    return None
+
+
+_FAULT = {
+    "text": _text_fault,
+    "messages": _messages_fault,
+    "token_ids": _token_ids_fault,
+    "image": _file_fault,
+    "latents": _file_fault,
+}
 
 
 def _split(

@@ -145,7 +145,10 @@ class DiTConfig(ConfigModel):
         default_factory=dict, description="LoRA files or folders that requests may name."
     )
     preview_every: int = Field(
-        0, ge=0, description="Steps between previews; 0: none. Needs the model's VAE at start."
+        0,
+        ge=0,
+        description="Steps between previews where a request does not say; 0: none. Needs the "
+        "model's VAE at start.",
     )
 
 

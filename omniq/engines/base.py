@@ -31,7 +31,8 @@ class StageRequest:
     """What one run of a stage is asked to do.
 
     ``params`` are the stage's complete, validated parameters (:mod:`omniq.config.params`).
-    ``deadline`` is in seconds on the monotonic clock; nobody wants the result after it.
+    ``deadline`` is in seconds on the monotonic clock; nobody wants the result after it, and the
+    worker stops the run then.
     """
 
     request_id: str
@@ -105,6 +106,12 @@ class Emit(Protocol):
         blocks.
         """
 
+    def preview(self, value: dict[str, Any]) -> None:
+        """A cheap look at a picture that is not finished: ``image`` (number from 0), ``step``,
+        ``content_type``, ``width``, ``height``, ``url`` (a data URL); never blocks. One that is
+        overtaken before it is written is dropped.
+        """
+
     def chunk(
         self,
         output: str,
@@ -144,6 +151,9 @@ class NullEmit:
         """Drop."""
 
     def delta(self, output: str, value: Any) -> None:
+        """Drop."""
+
+    def preview(self, value: dict[str, Any]) -> None:
         """Drop."""
 
     def chunk(

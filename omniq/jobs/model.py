@@ -56,11 +56,16 @@ class JobSpec(BaseModel):
     id: str = Field(pattern=r"^[a-z0-9-]{1,64}$")
     pipeline: str
     pipeline_version: int = 1
-    inputs: dict[str, Any]
+    inputs: dict[str, Any] = Field(
+        description="By name; of pictures and tensors only what they are like."
+    )
+    files: dict[str, BlobRef] = Field(
+        default_factory=dict, description="Pictures and tensors, by the input's name."
+    )
     parameters: dict[str, dict[str, Any]] = Field(description="Complete, by stage id.")
     stages: list[str] = Field(description="Stage ids in topological order.")
     priority: int = Field(5, ge=0, le=9, description="9 is served first.")
-    deadline: float | None = Field(None, description="Unix time after which it is not started.")
+    deadline: float | None = Field(None, description="Unix time after which nobody wants it.")
     metadata: dict[str, str] = Field(default_factory=dict, description="The client's own labels.")
     created: float = Field(description="Unix time.")
 
@@ -123,8 +128,10 @@ class JobEvent(BaseModel):
 
     Types: ``job.queued``, ``job.started``, ``stage.started``, ``stage.progress`` (``step``,
     ``total``), ``stage.delta`` (``output``, ``value``; of an output made by chunks also
-    ``sequence``, and ``artifact`` for tensors), ``stage.succeeded``, ``stage.retrying``,
-    ``stage.failed``, ``job.cancelling`` and one final ``job.succeeded|failed|cancelled|expired``.
+    ``sequence``, and ``artifact`` for tensors), ``stage.preview`` (``image``, ``step``,
+    ``content_type``, ``width``, ``height``, ``url``: a data URL), ``stage.succeeded``,
+    ``stage.retrying``, ``stage.failed``, ``job.cancelling`` and one final
+    ``job.succeeded|failed|cancelled|expired``.
     """
 
     id: str = Field(description="Redis stream id: the SSE event id, for resuming.")

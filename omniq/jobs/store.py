@@ -7,13 +7,17 @@ task was delivered again elsewhere cannot double or overwrite anything.
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 from collections.abc import AsyncGenerator, Collection, Sequence
-from typing import Any
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from omniq import keys
+from omniq.config.pipeline import REQUEST
 from omniq.errors import ArtifactNotFound, InvalidRequest
 from omniq.jobs.model import (
     ArtifactInfo,
@@ -34,6 +38,9 @@ from omniq.publish import Post, event_channel
 from omniq.redis_client import Client, broker_errors, connect
 from omniq.settings import get_settings
 
+if TYPE_CHECKING:
+    from omniq.blobs import BlobRef, RedisStore
+
 PAGE = 200
 
 
@@ -51,6 +58,7 @@ class JobStore:
         self.redis = redis
         self._watching = Watching(redis, self._end)
         self._run = JobScripts(redis).run
+        self._files: RedisStore | None = None
 
     @classmethod
     def from_settings(cls) -> JobStore:
@@ -60,6 +68,8 @@ class JobStore:
     async def close(self) -> None:
         """Close the connections."""
         self._watching.close()
+        if self._files is not None:
+            self._files.close()
         await self.redis.aclose()
 
     # -- accepting and reading ---------------------------------------------------------------
@@ -75,11 +85,12 @@ class JobStore:
         """Record a job as queued, emit ``job.queued`` and send the messages that start it.
 
         Args:
+            spec: the blobs of its files are the job's from now on, and freed with it.
             upstream: for each stage the stages that feed it.
             awaited: :meth:`wait` will be called for it at once, and then need not ask the server.
         """
         ttl = get_settings().job_ttl
-        channel = await self._watching.expect(spec.id) if awaited else ""
+        channel = await self._watching.expect(spec.id, spec.deadline) if awaited else ""
         created = False
         try:
             created = await self._run(
@@ -94,6 +105,7 @@ class JobStore:
                     int(ttl * 1000),
                     "" if spec.deadline is None else repr(spec.deadline),
                     channel,
+                    _dumps([ref.model_dump_json() for ref in spec.files.values()]),
                     *_posted(posts),
                 ],
                 keys.jobs_index(),
@@ -118,7 +130,14 @@ class JobStore:
             raw = await self.redis.hgetall(keys.job(job_id))
         if not raw:
             raise not_found(job_id)
-        return read_record(raw)
+        record = read_record(raw)
+        if not record.state.final and _is_late(record) and await self._expire(job_id):
+            return await self.get(job_id)
+        return record
+
+    async def _expire(self, job_id: str) -> bool:
+        """End a job whose deadline has passed while nothing of it runs."""
+        return bool(await self._run("expire", job_id, []))
 
     async def list(
         self,
@@ -202,6 +221,13 @@ class JobStore:
             await self._run("progress", job_id, [stage, fence, "stage.delta", data, "", ""])
         )
 
+    async def preview(self, job_id: str, stage: str, fence: int, value: dict[str, Any]) -> bool:
+        """Pass a look at an unfinished picture on to whoever watches the job. False as in
+        :meth:`progress`.
+        """
+        arguments = [stage, fence, "stage.preview", _dumps(value), "", ""]
+        return bool(await self._run("progress", job_id, arguments))
+
     async def finish_stage(
         self,
         job_id: str,
@@ -272,6 +298,12 @@ class JobStore:
         """The run failed for good, and the job with it. False: refused."""
         return await self._end_run(job_id, stage, fence, "fail", error=error)
 
+    async def expire_stage(
+        self, job_id: str, stage: str, fence: int, error: dict[str, Any]
+    ) -> bool:
+        """The deadline passed while the run went on, which has stopped. False: refused."""
+        return await self._end_run(job_id, stage, fence, "expire", error=error)
+
     async def stop_stage(self, job_id: str, stage: str, fence: int) -> bool:
         """A cancelled run has really stopped; the job ends as cancelled with the last of them.
 
@@ -308,6 +340,21 @@ class JobStore:
         return await self.get(job_id)
 
     # -- results -----------------------------------------------------------------------------
+
+    async def put_input(self, job_id: str, name: str, data: bytes) -> BlobRef:
+        """Store an input that is a file, in the layout of blobs, for :meth:`create`.
+
+        It is dropped when an unfinished job is, should it never be created.
+
+        Raises:
+            StoreFull, BlobTooLarge: there is no room for it.
+        """
+        if self._files is None:
+            from omniq.blobs import RedisStore  # noqa: PLC0415 - few jobs have files
+
+            self._files = RedisStore.from_settings(ttl=get_settings().job_ttl)
+        blob_id = f"{job_id}.{REQUEST}.0.{name}"
+        return await asyncio.to_thread(self._files.put_bytes, blob_id, memoryview(data))
 
     async def put_artifact(self, job_id: str, name: str, fence: int, data: bytes) -> str:
         """Store one result file for the time of retention; returns its key.
@@ -346,12 +393,13 @@ class JobStore:
 
     # -- watching ----------------------------------------------------------------------------
 
-    def events(
+    async def events(
         self, job_id: str, after: str = "0", *, block: float = SILENCE
     ) -> AsyncGenerator[JobEvent | None]:
         """Events behind stream id ``after``, then live ones, up to the final event.
 
-        Yields None after every ``block`` seconds of silence, so that a server can write heartbeats.
+        Yields None after every ``block`` seconds of silence, so that a server can write heartbeats;
+        and then a job that nobody has begun before its deadline expires.
         All watchers of a store share one connection (:mod:`omniq.jobs.watch`). When the broker
         goes, they end with :class:`~omniq.errors.BrokerUnavailable` and may go on from their last
         id once it is back.
@@ -360,7 +408,11 @@ class JobStore:
             JobNotFound: unknown job.
             InvalidRequest: ``after`` is no stream id.
         """
-        return self._watching.events(job_id, after, block=block)
+        async with aclosing(self._watching.events(job_id, after, block=block)) as events:
+            async for event in events:
+                yield event
+                if event is None:
+                    await self._expire(job_id)
 
     async def wait(self, job_id: str, timeout: float | None = None) -> JobRecord:
         """The record once the job has ended, or as it is after ``timeout`` seconds.
@@ -371,18 +423,25 @@ class JobStore:
         raw = await self._watching.ended(job_id, timeout)
         return await self.get(job_id) if raw is None else read_record(raw)
 
-    async def _end(self, job_id: str, channel: str) -> dict[bytes, bytes] | None:
+    async def _end(self, job_id: str, channel: str) -> dict[bytes, bytes] | float:
         """See :data:`omniq.jobs.watch.Look`."""
         found = await self._run("wait_end", job_id, [channel])
         if found == 0:
             raise not_found(job_id)
-        return None if found == 1 else dict(zip(found[::2], found[1::2], strict=True))
+        if isinstance(found, bytes):
+            return float(found or "inf")
+        return dict(zip(found[::2], found[1::2], strict=True))
 
     def stop_watching(self) -> None:
         """End every :meth:`events` and :meth:`wait` of this store, now and later, as if time were
         up; for a server that stops.
         """
         self._watching.stop()
+
+
+def _is_late(record: JobRecord) -> bool:
+    deadline = record.spec.deadline
+    return deadline is not None and time.time() > deadline
 
 
 def read_grant(answer: Sequence[Any]) -> StageGrant:

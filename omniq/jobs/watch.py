@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
@@ -60,9 +61,9 @@ POLL = 0.25
 
 Fields = dict[bytes, bytes]
 """A job's hash."""
-Look = Callable[[str, str], Awaitable[Fields | None]]
+Look = Callable[[str, str], Awaitable[Fields | float]]
 """Called with a job's id and a channel, or '': the job's hash if it has ended, else the channel is
-noted. Raises :class:`~omniq.errors.JobNotFound` and :class:`~omniq.errors.BrokerUnavailable`.
+noted and the answer is when to look again (its deadline, or infinity). Raises :class:`~omniq.errors.JobNotFound` and :class:`~omniq.errors.BrokerUnavailable`.
 """
 Order = tuple[int, int]
 """A stream id as numbers: milliseconds, sequence."""
@@ -103,6 +104,8 @@ class _Watch:
         self.stopped = False
         self.record: Fields | None = None
         """The job's hash, once it has ended."""
+        self.due = float("inf")
+        """Wall clock time of the job's deadline, at which somebody has to look."""
         self.heard = 0.0
         """When it last got something, where it has to look by itself."""
         self._buffer: deque[Entry] = deque()
@@ -240,7 +243,7 @@ class Watching:
         finally:
             self._leave(feed, watch)
 
-    async def expect(self, job_id: str) -> str:
+    async def expect(self, job_id: str, deadline: float | None) -> str:
         """Be ready for the end of a job that is recorded next, for which :meth:`ended` will wait.
 
         Returns the channel to be noted; '' if the server lets nobody listen.
@@ -261,6 +264,8 @@ class Watching:
             self._leave_end(job_id, watch)
             return ""
         watch.restart()
+        if deadline is not None:
+            watch.due = deadline
         timer = asyncio.get_running_loop().call_later(EXPECTED, self.forget, job_id)
         self._expected[job_id] = watch, timer
         return self._channel
@@ -309,12 +314,15 @@ class Watching:
                     watch.restart()
                     await self._listen()
                     found = await self._look(job_id, "" if self._deaf else self._channel)
-                    if found is not None:
+                    if not isinstance(found, float):
                         return found
+                    # Past it the worker that runs the job sees to its end.
+                    watch.due = max(found, time.time() + POLL)
                 noted = False
                 if (left := end - loop.time()) <= 0:
                     return None
-                await watch.news(min(POLL if self._deaf else SILENCE, left))
+                due = max(0.0, watch.due - time.time())
+                await watch.news(min(POLL if self._deaf else SILENCE, left, due))
                 self._check(watch)
             return None
         finally:

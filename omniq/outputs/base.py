@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from omniq.config import OutputConfig
@@ -38,6 +38,23 @@ class OutputContext:
         different = set(seeds.values())
         return seeds if len(different) > 1 else next(iter(different), None)
 
+    @property
+    def fps(self) -> float | None:
+        """Frames of a video in a second, if the request or a stage's defaults say so."""
+        return next((float(p["fps"]) for p in self.parameters.values() if p.get("fps")), None)
+
+    def of_item(self, index: int) -> OutputContext:
+        """The context of one of several results of one request: number ``index`` from 0, whose
+        noise comes from seed + ``index``.
+        """
+        if not index:
+            return self
+        parameters = {
+            stage: {**p, "seed": (p["seed"] + index) % 2**63} if p.get("seed") is not None else p
+            for stage, p in self.parameters.items()
+        }
+        return OutputContext(self.job_id, self.prompt, parameters)
+
 
 @dataclass(frozen=True, slots=True)
 class EncodedArtifact:
@@ -51,10 +68,19 @@ class EncodedArtifact:
 
 @dataclass(frozen=True, slots=True)
 class ProcessedOutput:
-    """One pipeline output in its final form: small JSON, a file, or both."""
+    """One pipeline output in its final form: small JSON, files, or both.
+
+    ``artifact`` is the (first) file; ``more`` are those behind it, of a request for several.
+    """
 
     value: Any = None
     artifact: EncodedArtifact | None = None
+    more: tuple[EncodedArtifact, ...] = ()
+
+    @property
+    def artifacts(self) -> tuple[EncodedArtifact, ...]:
+        """All files in order."""
+        return () if self.artifact is None else (self.artifact, *self.more)
 
 
 class OutputHandler(abc.ABC):
@@ -91,6 +117,28 @@ class OutputHandler(abc.ABC):
                 f"allowed: {', '.join(self.formats) or 'none'}"
             )
         return config.format
+
+
+def several(
+    encode: Callable[[str, OutputContext, Any], EncodedArtifact],
+    name: str,
+    items: Iterable[Any],
+    context: OutputContext,
+) -> ProcessedOutput:
+    """A file for each item: ``name``, then ``name-1``, ``name-2``, ...; ``meta`` has the index.
+
+    Args:
+        encode: makes one of them.
+        name: the pipeline output's.
+        items: at least one.
+        context: of the whole request.
+    """
+    files = []
+    for i, item in enumerate(items):
+        files.append(encode(f"{name}-{i}" if i else name, context.of_item(i), item))
+    if len(files) > 1:
+        files = [replace(f, meta={**f.meta, "index": i}) for i, f in enumerate(files)]
+    return ProcessedOutput(artifact=files[0], more=tuple(files[1:]))
 
 
 def only_tensor(name: str, data: Any) -> torch.Tensor:

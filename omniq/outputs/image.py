@@ -17,6 +17,7 @@ from omniq.outputs.base import (
     OutputHandler,
     ProcessedOutput,
     only_tensor,
+    several,
 )
 
 SOFTWARE = f"omniq {__version__}"
@@ -30,7 +31,7 @@ EXIF_PROMPT_CHARS = 4000
 
 
 class ImageHandler(OutputHandler):
-    """Pixels, uint8 [H, W, 3] RGB, become a picture file.
+    """Pixels, uint8 [H, W, 3] RGB, become a picture file; [n, H, W, 3] become n of them.
 
     PNG files carry text chunks ``prompt``, ``seed``, ``parameters`` (JSON by stage), ``job_id`` and
     ``Software``; WebP and JPEG the same as JSON in the EXIF user comment.
@@ -39,28 +40,36 @@ class ImageHandler(OutputHandler):
     formats = ("png", "webp", "jpeg")
 
     def encode(self, name: str, form: str, data: Any, context: OutputContext) -> ProcessedOutput:
-        """Encode the picture; ``meta`` has width, height and format."""
+        """Encode the pictures; ``meta`` has width, height and format."""
         tensor = only_tensor(name, data).detach().cpu()
         dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-        if dtype != "uint8" or len(shape) != 3 or shape[2] != 3 or 0 in shape:
+        if dtype != "uint8" or len(shape) not in (3, 4) or shape[-1] != 3 or 0 in shape:
             raise OutputError(f"output {name!r}: a picture is uint8 [H, W, 3], not {dtype} {shape}")
-        height, width = shape[:2]
-        file = io.BytesIO()
-        options = {**SAVE_OPTIONS[form], **_metadata(form, context)}
-        Image.fromarray(tensor.numpy()).save(file, form, **options)
-        meta = {"width": width, "height": height, "format": form}
-        artifact = EncodedArtifact(name, f"image/{form}", file.getvalue(), meta)
-        return ProcessedOutput(artifact=artifact)
+        pictures = tensor.numpy() if len(shape) == 4 else [tensor.numpy()]
+
+        def encode(name: str, context: OutputContext, pixels: Any) -> EncodedArtifact:
+            file = io.BytesIO()
+            options = {**SAVE_OPTIONS[form], **_metadata(form, context)}
+            Image.fromarray(pixels).save(file, form, **options)
+            meta = {"width": pixels.shape[1], "height": pixels.shape[0], "format": form}
+            return EncodedArtifact(name, f"image/{form}", file.getvalue(), meta)
+
+        return several(encode, name, pictures, context)
 
 
-def _metadata(form: str, context: OutputContext) -> dict[str, Any]:
-    """Arguments of ``Image.save`` that embed the context."""
-    facts: dict[str, Any] = {
+def facts_of(context: OutputContext) -> dict[str, Any]:
+    """What files say about how they were made."""
+    return {
         "prompt": context.prompt,
         "seed": context.seed,
         "parameters": {stage: dict(p) for stage, p in context.parameters.items()},
         "job_id": context.job_id,
     }
+
+
+def _metadata(form: str, context: OutputContext) -> dict[str, Any]:
+    """Arguments of ``Image.save`` that embed the context."""
+    facts = facts_of(context)
     if form == "png":
         chunks = PngInfo()
         for key, value in facts.items():

@@ -13,6 +13,7 @@ from omniq.outputs.json import JSONHandler
 from omniq.outputs.pooling import PoolingHandler
 from omniq.outputs.tensors import TensorsHandler
 from omniq.outputs.text import TextHandler, TextImageHandler
+from omniq.outputs.video import VideoHandler
 
 ENTRY_POINTS = "omniq.outputs"
 
@@ -20,6 +21,7 @@ BUILTIN: dict[str, type[OutputHandler]] = {
     "text": TextHandler,
     "image": ImageHandler,
     "text+image": TextImageHandler,
+    "video": VideoHandler,
     "latents": TensorsHandler,
     "hidden_states": TensorsHandler,
     "pooling": PoolingHandler,

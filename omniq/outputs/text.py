@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from omniq.outputs.base import OutputContext, OutputError, OutputHandler, ProcessedOutput
@@ -26,7 +27,7 @@ class TextImageHandler(ImageHandler):
             has = sorted(data) if isinstance(data, Mapping) else type(data).__name__
             raise OutputError(f"output {name!r}: needs 'text' and 'image', got {has}")
         picture = super().encode(name, form, data["image"], context)
-        return ProcessedOutput(value=_text(name, data["text"]), artifact=picture.artifact)
+        return replace(picture, value=_text(name, data["text"]))
 
 
 def _text(name: str, data: Any) -> str:

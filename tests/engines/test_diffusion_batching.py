@@ -31,7 +31,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_families import make
 
-from omniq.errors import ConfigError, EngineError, EngineOutOfMemory, StageTimeout
+from omniq.errors import ConfigError, DeadlineExceeded, EngineError, EngineOutOfMemory
 
 TOLERANCE = 2e-5
 
@@ -298,7 +298,7 @@ async def test_a_passed_deadline_ends_a_request_between_steps(
     engines: Callable[[str], Any],
 ) -> None:
     engine = engines("z_image")
-    with pytest.raises(StageTimeout, match=r"deadline passed after \d+ of 1000 steps"):
+    with pytest.raises(DeadlineExceeded, match=r"deadline passed after \d+ of 1000 steps"):
         await send(
             engine, params("z_image", num_inference_steps=1000, guidance_scale=0.0),
             deadline=time.monotonic() + 0.3, condition=condition("z_image", 5),

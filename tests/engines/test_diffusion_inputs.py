@@ -23,7 +23,7 @@ from diffusion_helpers import (
     send,
     whole,
 )
-from engine_helpers import Recorder, ask, stage
+from engine_helpers import Recorder, ask, stage, until
 from tiny_families import make
 
 from omniq.errors import ConfigError, EngineOutOfMemory, InvalidRequest
@@ -235,8 +235,7 @@ class _Previews(Recorder):
         super().__init__()
         self.seen: list[dict[str, Any]] = []
 
-    def delta(self, output: str, value: Any) -> None:
-        assert output == "preview"
+    def preview(self, value: dict[str, Any]) -> None:
         self.seen.append(value)
 
 
@@ -245,16 +244,55 @@ async def test_previews_every_few_steps(models: Callable[[str], Path], name: str
     """Small pictures as JSON; asking for them changes nothing."""
     from PIL import Image
 
-    config = dit_stage(models(name), dit={**ALWAYS, "preview_every": 2})
-    engine: Any = loaded_now(config)
-    assert engine.part.pipeline.vae is None  # was there for the fit only
+    engine: Any = loaded_now(dit_stage(models(name)))
     seen = _Previews()
     given = params(name, num_inference_steps=5, guidance_scale=0.0)
+    without = await send(engine, given, seen, condition=condition(name, 5))
+    assert not seen.seen, "off by default"
+    assert engine.part._previewer is None
+    given["preview_every"] = 2
     out = await send(engine, given, seen, condition=condition(name, 5))
+    assert torch.equal(latents_of(out), latents_of(without))
+    assert engine.part.pipeline.vae is None  # was there for the fit only
     assert [p["step"] for p in seen.seen] == [2, 4]
+    assert seen.seen[-1]["url"].startswith("data:image/webp;base64,")
     height, width = latents_of(out).shape[-2:]
-    shown = Image.open(io.BytesIO(base64.b64decode(seen.seen[-1]["data"])))
+    shown = Image.open(io.BytesIO(base64.b64decode(seen.seen[-1]["url"].partition(",")[2])))
     assert shown.size == (width, height) == (seen.seen[-1]["width"], seen.seen[-1]["height"])
+
+
+async def test_the_first_preview_does_not_wait_for_other_requests(
+    models: Callable[[str], Path],
+) -> None:
+    """What it needs is loaded between two steps of theirs; a model without a VAE says so."""
+    engine: Any = loaded_now(dit_stage(models("flux")))
+    made = condition("flux", 5)
+    long = Recorder()
+    endless = asyncio.create_task(
+        send(engine, params("flux", num_inference_steps=1000), long, condition=made)
+    )
+    await until(lambda: bool(long.steps), endless)
+    seen = _Previews()
+    await send(engine, params("flux", preview_every=1), seen, request_id="p", condition=made)
+    assert [p["step"] for p in seen.seen] == [1, 2, 3, 4]
+    assert not endless.done()
+    endless.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await endless
+    engine.part._previewer = None
+    del engine.part._index.components["vae"]
+    with pytest.raises(InvalidRequest, match="preview_every: must be 0: FluxPipeline has no VAE"):
+        await send(engine, params("flux", preview_every=1), condition=made)
+
+
+async def test_previews_are_few(models: Callable[[str], Path]) -> None:
+    """At most 64 a request, however many are asked for."""
+    engine: Any = loaded_now(dit_stage(models("flux")))
+    seen = _Previews()
+    given = params("flux", num_inference_steps=50, num_images_per_prompt=2, preview_every=1)
+    await send(engine, given, seen, condition=condition("flux", 5))
+    assert len(seen.seen) == 50
+    assert {p["image"] for p in seen.seen} == {0, 1}
 
 
 async def test_previews_of_a_trained_model_show_its_pictures() -> None:

@@ -215,6 +215,28 @@ async def test_an_overdue_job_expires_instead_of_starting(store: JobStore) -> No
     assert record.error is not None and record.error["code"] == "deadline_exceeded"
 
 
+async def test_an_overdue_job_that_nobody_takes_expires_when_it_is_looked_at(
+    store: JobStore,
+) -> None:
+    """By a reader, and by whoever watches it; never while it runs."""
+    late = time.time() - 1
+    assert (await store.get((await create(store, deadline=late)).id)).state is JobState.EXPIRED
+    watched = await create(store, deadline=late)
+    seen = [e.type async for e in store.events(watched.id, block=0.05) if e is not None]
+    assert seen == ["job.queued", "job.expired"]
+    running = await create(store, deadline=time.time() + 0.2)
+    grant = await begin(store, running, "a")
+    while time.time() < (running.spec.deadline or 0):
+        await asyncio.sleep(0.05)
+    assert (await store.get(running.id)).state is JobState.RUNNING
+    error = {"code": "deadline_exceeded", "message": "too late"}
+    assert await store.expire_stage(running.id, "a", grant.fence, error)
+    record = await store.get(running.id)
+    assert (record.state, record.error) == (JobState.EXPIRED, error)
+    assert record.stages["a"].error == error
+    assert not await store.expire_stage(running.id, "a", grant.fence, error)
+
+
 async def test_the_end_of_a_job_frees_its_blobs_and_bounds_its_life(
     store: JobStore, aredis: redis.asyncio.Redis
 ) -> None:

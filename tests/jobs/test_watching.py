@@ -431,3 +431,18 @@ async def test_a_lost_connection_does_not_lose_who_was_expected(own_valkey: Valk
     await finish(store, job, fence)
     assert (await store.wait(job.id, 20)).state is JobState.SUCCEEDED
     await store.close()
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+async def test_a_job_that_nobody_serves_expires_for_who_waits(
+    store: JobStore, awaited: bool
+) -> None:
+    now = time.time()
+    spec = JobSpec(
+        id=new_job_id(now), pipeline="p", inputs={}, parameters={}, stages=["a"], created=now,
+        deadline=now + 0.2,
+    )  # fmt: skip
+    job = await store.create(spec, {"a": []}, awaited=awaited)
+    record = await store.wait(job.id, 10)
+    assert record.state is JobState.EXPIRED
+    assert time.time() >= now + 0.2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +107,85 @@ def test_longest_prompt_fits_every_format() -> None:
         torch.zeros(16, 24, 3, dtype=torch.bfloat16),
         torch.zeros(16, 24, 3, dtype=torch.int8),
         torch.zeros(3, 16, 24, dtype=torch.uint8),
-        torch.zeros(1, 16, 24, 3, dtype=torch.uint8),
+        torch.zeros(1, 1, 16, 24, 3, dtype=torch.uint8),
         torch.zeros(0, 24, 3, dtype=torch.uint8),
     ],
 )
 def test_what_is_no_picture_is_refused(pixels: torch.Tensor) -> None:
     with pytest.raises(OutputError, match=r"output 'picture': a picture is uint8 \[H, W, 3\]"):
         process("image", {"image": pixels})
+
+
+def test_several_pictures_become_several_files() -> None:
+    """Each says its own seed; the first has the output's own name."""
+    out = process("image", {"image": torch.stack([PIXELS, 255 - PIXELS])})
+    assert [a.name for a in out.artifacts] == ["picture", "picture-1"]
+    assert [a.meta["index"] for a in out.artifacts] == [0, 1]
+    first, second = (Image.open(io.BytesIO(a.data)) for a in out.artifacts)
+    assert np.array_equal(np.asarray(second), 255 - PIXELS.numpy())
+    first.load(), second.load()
+    assert (first.text["seed"], second.text["seed"]) == ("5", "6")
+    assert json.loads(second.text["parameters"])["dit"] == {"seed": 6, "width": 24}
+    assert [a.name for a in process("image", {"image": PIXELS[None]}).artifacts] == ["picture"]
+
+
+def frames(count: int = 5, height: int = 16, width: int = 24) -> torch.Tensor:
+    """A square that moves, uint8 [F, H, W, 3]."""
+    made = torch.full((count, height, width, 3), 40, dtype=torch.uint8)
+    for i in range(count):
+        made[i, 4:10, 2 * i : 2 * i + 6] = torch.tensor([200, 60, 60], dtype=torch.uint8)
+    return made
+
+
+@pytest.mark.parametrize(("height", "width"), [(16, 24), (15, 23)])
+def test_mp4_has_the_frames(height: int, width: int) -> None:
+    av = pytest.importorskip("av")
+    context = OutputContext("job1", PROMPT, {"decode": {"fps": 24.0}, "dit": {"seed": 5}})
+    given = frames(7, height, width)
+    artifact = process("video", {"video": given}, context=context).artifact
+    assert artifact is not None
+    assert artifact.content_type == "video/mp4"
+    assert artifact.meta == {
+        "width": width, "height": height, "frames": 7, "fps": 24.0, "format": "mp4",
+    }  # fmt: skip
+    with av.open(io.BytesIO(artifact.data)) as container:
+        stream = container.streams.video[0]
+        assert stream.codec_context.name == "h264"
+        assert stream.average_rate == 24
+        facts = json.loads(container.metadata["comment"])
+        back = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+    assert (facts["prompt"], facts["seed"]) == (PROMPT, 5)
+    assert np.stack(back).shape == given.shape
+    assert np.abs(np.stack(back).astype(int) - given.numpy().astype(int)).mean() < 12
+
+
+@pytest.mark.parametrize("form", ["webp", "gif"])
+def test_animations_need_no_extra(form: str) -> None:
+    artifact = process("video", {"video": frames()}, form).artifact
+    assert artifact is not None
+    image = Image.open(io.BytesIO(artifact.data))
+    assert (image.n_frames, image.size) == (5, (24, 16))
+    assert artifact.meta["fps"] == 16.0
+
+
+def test_several_videos_become_several_files() -> None:
+    out = process("video", {"video": torch.stack([frames()] * 2)}, "webp")
+    assert [a.name for a in out.artifacts] == ["picture", "picture-1"]
+
+
+def test_what_is_no_video_is_refused() -> None:
+    for wrong in (PIXELS, frames().float(), frames()[..., :2]):
+        with pytest.raises(OutputError, match=r"a video is uint8 \[F, H, W, 3\]"):
+            process("video", {"video": wrong}, "webp")
+
+
+def test_mp4_without_pyav_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    monkeypatch.setattr("omniq.outputs.video.find_spec", lambda name: None)
+    config = OutputConfig.model_validate({"from": "s.out", "type": "video"})
+    with pytest.raises(ConfigError, match="needs PyAV") as caught:
+        MultimodalOutputProcessor().check("clip", config)
+    assert "omniq[video]" in str(caught.value.hint)
 
 
 def test_picture_from_several_tensors_is_refused() -> None:

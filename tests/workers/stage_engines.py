@@ -48,6 +48,8 @@ class Scripted(Engine):
         job = request.request_id.partition(".")[0]
         before = NOTES.read_text().count(f"run {me} {job}\n")
         note("run", me, job)
+        if request.deadline is not None:
+            note("deadline", me, job, round(request.deadline - time.monotonic(), 3))
         texts = [str(i.value) for i in inputs.values() if i.value is not None]
         prompt = texts[0]
         tensors = {}

@@ -64,6 +64,25 @@ async def test_a_job_runs_through_its_stages(
     assert list(stages.shm.iterdir()) == [], "and workers leave no shared memory"
 
 
+async def test_a_deadline_ends_a_run_and_a_wait(stages: Any, store: JobStore, notes: Notes) -> None:
+    """The engine is told of it and stopped; a job still in the queue is not begun."""
+    stages.define("a>b", window=1)
+    stages.start("a", "b")
+    job = await start_job(store, "a:sleep=60", timeout=1.5)
+    await noted(notes, f"run a {job.id}")
+    waiting = await start_job(store, "x", timeout=1.0)
+    for each in (job, waiting):
+        record = await ended(store, each)
+        assert record.state is JobState.EXPIRED
+        assert record.error is not None and record.error["code"] == "deadline_exceeded"
+    assert "while stage 'a' ran" in (await store.get(job.id)).error["message"]
+    assert notes("stopped a") == [f"stopped a {job.id}"]
+    left = float(notes("deadline a")[0].split()[-1])
+    assert 0 < left <= 1.5
+    assert not notes(f"run a {waiting.id}")
+    assert (await ended(store, await start_job(store, "x"))).state is JobState.SUCCEEDED
+
+
 async def test_a_workers_blobs_outlive_it(stages: Any, store: JobStore, notes: Notes) -> None:
     stages.define("a>b", window=1)
     stages.start("a", "b")

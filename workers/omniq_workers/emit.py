@@ -23,9 +23,9 @@ OUTAGE_WAIT = 1.0
 class JobEmit:
     """An :class:`~omniq.engines.base.Emit` into the job store, at most 20 times a second.
 
-    Progress that is overtaken is dropped, the last one never. Text that piles up goes as one piece.
-    Everything is written by a task on the loop that entered this object as a context; it starts
-    with the first thing that is said.
+    Progress that is overtaken is dropped, the last one never; previews too. Text that piles up goes
+    as one piece. Everything is written by a task on the loop that entered this object as a context;
+    it starts with the first thing that is said.
 
     Args:
         unwanted: called on the loop when the store answers that this run is no longer wanted.
@@ -42,6 +42,8 @@ class JobEmit:
         self._closing = asyncio.Event()
         self._progress: tuple[int, int] | None = None
         self._deltas: list[tuple[str, Any]] = []
+        #: The newest of each picture.
+        self._previews: dict[int, dict[str, Any]] = {}
         self._pump: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> JobEmit:
@@ -50,7 +52,7 @@ class JobEmit:
     async def __aexit__(self, *_: object) -> None:
         """After :meth:`flush` nothing is left; a run that failed has nothing more to say."""
         with self._lock:
-            self._progress, self._deltas = None, []
+            self._progress, self._deltas, self._previews = None, [], {}
         await self._stop()
 
     # -- called by the engine, from any thread -----------------------------------------------
@@ -69,6 +71,12 @@ class JobEmit:
                 self._deltas[-1] = (output, merged)
             else:
                 self._deltas.append((output, value))
+        self._loop.call_soon_threadsafe(self._look)
+
+    def preview(self, value: dict[str, Any]) -> None:
+        """See :class:`~omniq.engines.base.Emit`."""
+        with self._lock:
+            self._previews[value["image"]] = value
         self._loop.call_soon_threadsafe(self._look)
 
     # -- on the loop -------------------------------------------------------------------------
@@ -118,6 +126,10 @@ class JobEmit:
                 with self._lock:
                     self._deltas.insert(0, (output, value))
                 raise
+        with self._lock:
+            previews, self._previews = self._previews, {}
+        for value in previews.values():
+            wanted = wanted and await self._store.preview(*self._run, value)
         with self._lock:
             progress, self._progress = self._progress, None
         if wanted and progress is not None:

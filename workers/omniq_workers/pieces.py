@@ -9,6 +9,7 @@ from omniq.config import OutputConfig
 from omniq.jobs.model import ArtifactInfo
 from omniq.jobs.store import JobStore
 from omniq.outputs import MultimodalOutputProcessor, OutputContext
+from omniq.outputs.base import OutputError
 from omniq.streams import ChunkStreams
 from omniq_workers.channel import Item
 from omniq_workers.outage import through_outages
@@ -65,6 +66,8 @@ class Pieces:
         value = item.value if done.value is None else done.value
         if (file := done.artifact) is None:
             return value, None
+        if done.more:
+            raise OutputError(f"output {output!r}: a chunk is one file, not {1 + len(done.more)}")
         fence = run.grant.fence
         key = await through_outages(
             lambda: self._store.put_artifact(run.job_id, file.name, fence, file.data)

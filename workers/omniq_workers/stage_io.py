@@ -94,6 +94,8 @@ class StageIO:
             if edge.producer == REQUEST:
                 if output in spec.inputs:
                     found[name] = StageInput(value=spec.inputs[output])
+                if output in spec.files:
+                    blobs[name] = spec.files[output]
                 continue
             made = upstream.get(edge.producer, {}).get(output)
             if made is None:
@@ -197,7 +199,7 @@ class StageIO:
                 done = await asyncio.to_thread(self._processor.process, name, config, data, context)
             if done.value is not None:
                 values[name] = done.value
-            if (file := done.artifact) is not None:
+            for file in done.artifacts:
                 key = await self._store.put_artifact(job_id, file.name, fence, file.data)
                 artifacts[file.name] = ArtifactInfo(
                     name=file.name,

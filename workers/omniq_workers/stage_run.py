@@ -18,6 +18,7 @@ from omniq.engines.base import Engine, StageInput, StageOutput, StageRequest
 from omniq.errors import (
     BrokerUnavailable,
     ConfigError,
+    DeadlineExceeded,
     EngineDead,
     EngineError,
     JobNotFound,
@@ -216,10 +217,13 @@ class StageRunner:
     async def _in_engine(
         self, run: Run, inputs: Mapping[str, StageInput], windows: RunWindows, emit: JobEmit
     ) -> StageOutput:
+        limit = self._stage.time_limit
+        left = None if run.spec.deadline is None else run.spec.deadline - time.time()
         request = StageRequest(
             request_id=f"{run.job_id}.{run.stage}.{run.grant.fence}",
             params=run.spec.parameters.get(run.stage, {}),
             priority=run.spec.priority,
+            deadline=None if left is None else time.monotonic() + left,
         )
 
         async def serve() -> StageOutput:
@@ -228,15 +232,17 @@ class StageRunner:
             return output
 
         work = asyncio.create_task(serve())
-        limit = self._stage.time_limit
+        late = left is not None and (limit is None or left < limit)
         try:
-            done, _ = await asyncio.wait({work}, timeout=limit)
+            done, _ = await asyncio.wait({work}, timeout=left if late else limit)
         except asyncio.CancelledError:
             await _stopped(work)
             raise
         if done:
             return work.result()
         await _stopped(work)
+        if late:
+            raise DeadlineExceeded(f"the job's deadline passed while stage {run.stage!r} ran")
         raise StageTimeout(
             f"stage {run.stage!r} ran longer than its time limit of {limit:g} s",
             hint="raise time_limit in the pipeline, or ask for less",
@@ -309,7 +315,9 @@ class StageRunner:
             if await through_outage(lambda _: self._store.retry_stage(*run.key, error, delay)):
                 return RetryLater(exc, delay)
             return Ignore("no longer wanted")
-        await through_outage(lambda _: self._store.fail_stage(*run.key, error))
+        expired = isinstance(exc, DeadlineExceeded)
+        end = self._store.expire_stage if expired else self._store.fail_stage
+        await through_outage(lambda _: end(*run.key, error))
         return exc
 
     def _engine_died(self, run: Run, exc: EngineDead) -> Exception:

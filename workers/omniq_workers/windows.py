@@ -315,7 +315,7 @@ class Speaker:
     """The :class:`~omniq.engines.base.Emit` of one run."""
 
     def __init__(self, emit: JobEmit, channel: Callable[[str], Channel | None]) -> None:
-        self.progress, self.delta = emit.progress, emit.delta
+        self.progress, self.delta, self.preview = emit.progress, emit.delta, emit.preview
         self._channel = channel
 
     def chunk(

@@ -63,10 +63,10 @@ def artifact_response(
     )
 
 
-def first_image(artifacts: dict[str, ArtifactInfo], outputs: list[str]) -> str | None:
-    """Name of the first picture among the artifacts, in the order of the pipeline's outputs."""
+def first_media(artifacts: dict[str, ArtifactInfo], outputs: list[str]) -> str | None:
+    """Name of the first picture or video, in the order of the pipeline's outputs."""
     for name in [*(o for o in outputs if o in artifacts), *artifacts]:
-        if artifacts[name].content_type.startswith("image/"):
+        if artifacts[name].content_type.startswith(("image/", "video/")):
             return name
     return None
 

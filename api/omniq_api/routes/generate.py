@@ -13,11 +13,11 @@ from omniq.jobs.model import JobRecord, JobState
 from omniq_api.negotiation import prefers
 from omniq_api.openapi import problems
 from omniq_api.problems import RETRY_AFTER, ProblemError
-from omniq_api.routes.artifacts import artifact_response, first_image
+from omniq_api.routes.artifacts import artifact_response, first_media
 from omniq_api.routes.jobs import JobBody, submit_request
 from omniq_api.schemas import JobView, artifact_url, job_urls, job_view
 from omniq_api.services import Base, Live, Services
-from omniq_api.strict_json import StrictJSONRoute
+from omniq_api.strict_json import FORM_BODY, FilesRoute
 from omniq_api.waiting import ClientGone, wait_for_end
 
 DEFAULT_WAIT = 300.0
@@ -25,18 +25,19 @@ MAX_WAIT = 3600.0
 FAILED_STATUS = {JobState.FAILED: 500, JobState.CANCELLED: 409, JobState.EXPIRED: 504}
 
 logger = logging.getLogger("omniq.api")
-router = APIRouter(tags=["generate"], route_class=StrictJSONRoute)
+router = APIRouter(tags=["generate"], route_class=FilesRoute)
 
 
 @router.post(
     "/v1/generate",
     summary="Generate and return the result",
+    openapi_extra=FORM_BODY,
     response_class=Response,
     responses={
         200: {
             "model": JobView,
-            "description": "The first picture, or the finished job as JSON if `Accept` prefers "
-            "that or the pipeline makes no picture. `X-Omniq-Job` names the job.",
+            "description": "The first picture or video, or the finished job as JSON if `Accept` "
+            "prefers that or the pipeline makes none. `X-Omniq-Job` names the job.",
             "content": {"image/png": {"schema": {"type": "string", "format": "binary"}}},
         },
         **problems(400, 409, 413, 415, 422, 503, 504),
@@ -82,10 +83,10 @@ async def generate(
             job=urls.self,
         )
     headers = {"x-omniq-job": job_id, "vary": "accept"}
-    image = first_image(record.artifacts, list(get_pipeline(record.spec.pipeline).outputs))
-    if image and prefers(accept, record.artifacts[image].content_type, "application/json"):
-        data, info = await services.store.get_artifact(job_id, image)
-        headers["content-location"] = artifact_url(urls.self, image)
+    media = first_media(record.artifacts, list(get_pipeline(record.spec.pipeline).outputs))
+    if media and prefers(accept, record.artifacts[media].content_type, "application/json"):
+        data, info = await services.store.get_artifact(job_id, media)
+        headers["content-location"] = artifact_url(urls.self, media)
         return artifact_response(data, info, headers)
     headers["content-location"] = urls.self
     view = job_view(record, base)

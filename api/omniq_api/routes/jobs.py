@@ -25,14 +25,14 @@ from omniq_api.schemas import (
 )
 from omniq_api.services import Base, Live, Services, live_services, mount_path
 from omniq_api.sse import HEARTBEAT, EventStreamResponse, check_event_id
-from omniq_api.strict_json import StrictJSONRequest, StrictJSONRoute
+from omniq_api.strict_json import FORM_BODY, FilesRoute, StrictJSONRequest, StrictJSONRoute
 from omniq_api.waiting import ClientGone, wait_for_end
 
 MAX_WAIT = 60.0
 BEGINNING = "0"
 
 
-class PlainFirstRoute(StrictJSONRoute):
+class PlainFirstRoute(FilesRoute):
     """A submission route whose plainest form skips FastAPI's solving of dependencies.
 
     Plain is a faultless JSON body without a query. Everything else takes the long way, which is
@@ -133,6 +133,7 @@ def _job_response(record: JobRecord, base: str) -> Response:
     "",
     status_code=202,
     summary="Submit a job",
+    openapi_extra=FORM_BODY,
     response_model=JobView,
     responses={**ACCEPTED, **problems(400, 413, 415, 422, 503)},
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +14,17 @@ from omniq.config import DiTConfig, Modality
 from omniq.engines.base import Cancelled, Emit, StageInput, StageOutput, StageRequest
 from omniq.engines.diffusion.arguments import call_arguments, named_scheduler, refuse
 from omniq.engines.diffusion.cache import DiTCacheManager
-from omniq.engines.diffusion.inputs import black_picture, condition_input, image_input
+from omniq.engines.diffusion.inputs import black_picture, condition_input
 from omniq.engines.diffusion.loading import load_pipeline, pipeline_folder, read_index
 from omniq.engines.diffusion.loop import DenoiseJob, DenoiseLoop
 from omniq.engines.diffusion.pipeline_run import PipelineRun, Preview, Progress
+from omniq.engines.diffusion.preview import MOST as MOST_PREVIEWS
 from omniq.engines.diffusion.preview import Previewer
 from omniq.engines.diffusion.runner import Lora, OmniDiffusionModelRunner
 from omniq.engines.diffusion.scheduler import Ticket, create_scheduler
 from omniq.engines.diffusion.session import TRANSFORMERS
 from omniq.engines.diffusion.step_times import StepTimes
+from omniq.engines.diffusion.tasks import Task, Tasks
 from omniq.engines.families.base import NEGATIVE
 from omniq.engines.inputs import refuse_input, tensor_input
 from omniq.engines.loading import check_engine_args, loading
@@ -41,7 +43,8 @@ class Denoiser:
 
     Inputs: ``condition`` of an encode stage, or ``prompt_embeds`` [tokens, dim] of any other stage
     (and the family's further tensors by name, each with an optional ``negative_`` twin); ``image``
-    (uint8 [H, W, 3]) where the stage's input modalities have images; ``latents`` to start from.
+    and ``mask_image`` (uint8 [H, W, 3]; white is made anew) where the stage's input modalities have
+    images; ``latents`` to start from.
     Output: ``latents`` [n, C, h, w] or [n, C, f, h, w] on the CPU, as the pipeline computes them.
 
     The pipeline's own ``__call__`` runs for every request; requests in flight share transformer
@@ -62,23 +65,14 @@ class Denoiser:
         pictures = Modality.IMAGE in stage.input_modalities
         resident = {*TRANSFORMERS, "scheduler", *(["vae"] if pictures else [])}
         self.pipeline = load_pipeline(stage, self._index, resident.__contains__, engine.device)
-        self._tasks = {"text": self.pipeline}
-        if "image" in _accepted(self.pipeline):
-            self._tasks = {"image": self.pipeline}
-        elif pictures:
-            self._tasks["image"] = _image_task(self.pipeline)
-        if "image" in self._tasks and not pictures:
-            raise ConfigError(
-                f"stage {stage.stage_id!r}: {self._index.class_name} works on pictures; "
-                "add image to the stage's input_modalities"
-            )
-        self._signatures = {name: _accepted(task) for name, task in self._tasks.items()}
+        self._tasks = Tasks(self.pipeline, self.family, pictures=pictures)
         self._embed_dim = self.family.embed_dim(self.pipeline.transformer.config)
         self._load_loras()
         models = [m for n in TRANSFORMERS if (m := getattr(self.pipeline, n, None)) is not None]
         self.cache = DiTCacheManager(self._config.cache, self.family)
         self.cache.install(models)
-        self._previewer = self._fit_previews()
+        self._fitting = asyncio.Lock()
+        self._previewer = self._fit_previews() if self._config.preview_every else None
         batching = self._config.batching
         times = StepTimes(batching.max_rows, always=batching.when == "always")
         self.runner = OmniDiffusionModelRunner(self.family, times, self.cache, self._use_lora)
@@ -97,7 +91,7 @@ class Denoiser:
             tensors["pooled_prompt_embeds"] = torch.zeros(config.pooled_projection_dim)
         tensors |= {NEGATIVE + n: t for n, t in tensors.items()}
         inputs = {"condition": StageInput(tensors=tensors)}
-        if "text" not in self._tasks:
+        if not self._tasks.text:
             inputs["image"] = black_picture(params.get("height", 64), params.get("width", 64))
         return params, inputs
 
@@ -105,6 +99,11 @@ class Denoiser:
         self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit
     ) -> StageOutput:
         """Denoise one request's pictures or video; its pictures are jobs of their own."""
+        if self._preview_every(request.params) and self._previewer is None:
+            async with self._fitting:
+                if self._previewer is None:
+                    fitted = self.loop.between(self._fit_previews)
+                    self._previewer = await asyncio.wrap_future(fitted)
         jobs = self._jobs(request, inputs, emit)
         self.loop.submit(jobs)
         ended = [asyncio.wrap_future(job.outcome) for job in jobs]
@@ -128,15 +127,11 @@ class Denoiser:
     ) -> list[DenoiseJob]:
         """One job for each picture; wrong requests are refused here."""
         params = request.params
-        images = image_input(inputs) if "image" in self._tasks else []
-        task = "image" if images or "text" not in self._tasks else "text"
-        if task == "image" and not images:
-            refuse_input("image", f"missing; {self._index.class_name} works on a picture")
-        pipeline, accepted = self._tasks[task], self._signatures[task]
+        task, pictures = self._tasks.pick(inputs)
+        pipeline, accepted = task.pipeline, task.accepted
         arguments = call_arguments(params, pipeline, accepted, self.family)
         arguments |= self._condition(inputs, arguments, accepted)
-        if images:
-            arguments["image"] = images if len(images) > 1 else images[0]
+        arguments |= self.family.pictures(pipeline, pictures, arguments)
         scheduler = named_scheduler(params.get("scheduler"), self.pipeline.scheduler)
         lora = self._lora(params.get("lora") or {})
         deterministic = bool(params.get("deterministic"))
@@ -145,8 +140,10 @@ class Denoiser:
         total = int(
             arguments.get("num_inference_steps") or _default(accepted, "num_inference_steps")
         )
-        size = _size(pipeline, arguments, accepted)
+        size = self.family.picture_size(arguments) or _size(pipeline, arguments, accepted)
         progress = Progress(emit, count)
+        every = self._preview_every(params)
+        every = every and max(every, math.ceil(total * count / MOST_PREVIEWS))
         jobs = []
         for i in range(count):
             name = f"{request.request_id}/{i}"
@@ -156,13 +153,13 @@ class Denoiser:
                 family=self.family,
                 pipeline=pipeline,
                 scheduler=scheduler,
-                arguments={**arguments, **self._latents(inputs, i)},
+                arguments={**arguments, **self._latents(inputs, i, task, size, arguments)},
                 accepted=accepted,
                 seed=None if seed is None else (int(seed) + i) % 2**63,
                 size=size,
                 ticket=ticket,
                 progress=progress,
-                preview=self._preview(pipeline, emit, size, i),
+                preview=self._preview(pipeline, emit, size, i, every),
                 pairs=not (cached or deterministic),
             )
             jobs.append(DenoiseJob(ticket, run, lora, cached, deterministic))
@@ -227,14 +224,32 @@ class Denoiser:
             ],
         )
 
-    def _latents(self, inputs: Mapping[str, StageInput], i: int) -> dict[str, torch.Tensor]:
+    def _latents(
+        self,
+        inputs: Mapping[str, StageInput],
+        i: int,
+        task: Task,
+        size: tuple[int, int],
+        arguments: Mapping[str, Any],
+    ) -> dict[str, torch.Tensor]:
         """Latents to start from, if the request brings any: [n, ...], one for each picture."""
         if "latents" not in inputs:
             return {}
         given = tensor_input(inputs, "latents")
         if given.ndim not in (4, 5) or len(given) <= i:
             refuse_input("latents", f"must be [n, C, h, w] for n pictures, is {list(given.shape)}")
+        frames = arguments.get("num_frames") or _default(task.accepted, "num_frames") or 1
+        form = self.family.latent_form(task.pipeline, size, int(frames))
+        if form is not None and tuple(given.shape[1:]) != form:
+            wanted = ", ".join(map(str, form))
+            refuse_input(
+                "latents",
+                f"must be [n, {wanted}] for {size[0]} x {size[1]} pixels (height x width), "
+                f"is {list(given.shape)}",
+            )
         one = given[i : i + 1].to(self._engine.device)
+        if not torch.isfinite(one).all():
+            refuse_input("latents", "must be finite, holds NaN or infinity")
         return {"latents": self.family.to_pipeline(self.pipeline, one)}
 
     # -- LoRA, previews ------------------------------------------------------------------------
@@ -259,9 +274,19 @@ class Denoiser:
         self.pipeline.enable_lora()
         self.pipeline.set_adapters([n for n, _ in lora], [w for _, w in lora])
 
-    def _fit_previews(self) -> Previewer | None:
-        if not self._config.preview_every or "vae" not in self._index.components:
-            return None
+    def _preview_every(self, params: Mapping[str, Any]) -> int:
+        """Steps between a request's previews; 0: none."""
+        asked = params.get("preview_every")
+        return self._config.preview_every if asked is None else int(asked)
+
+    def _fit_previews(self) -> Previewer:
+        """Blocking; for the model thread.
+
+        Raises:
+            InvalidRequest: the model has no VAE.
+        """
+        if "vae" not in self._index.components:
+            refuse({"preview_every": f"must be 0: {self._index.class_name} has no VAE to look by"})
         vae = getattr(self.pipeline, "vae", None)
         if vae is None:  # loaded for the fit only
             only = load_pipeline(
@@ -270,41 +295,20 @@ class Denoiser:
             vae = only.vae
         return Previewer(vae)
 
-    def _preview(self, pipeline: Any, emit: Emit, size: tuple[int, int], i: int) -> Preview | None:
+    def _preview(
+        self, pipeline: Any, emit: Emit, size: tuple[int, int], i: int, every: int
+    ) -> Preview | None:
         """What sends previews of picture ``i``; None if there are none."""
-        if self._previewer is None:
+        previewer = self._previewer
+        if previewer is None or not every:
             return None
-        previewer, every = self._previewer, self._config.preview_every
 
         def show(step: int, latents: torch.Tensor) -> None:
             if step % every == 0:
                 plain = self.family.latents(pipeline, latents, size)
-                emit.delta("preview", {"image": i, **previewer.message(plain, step)})
+                emit.preview({"image": i, **previewer.message(plain, step)})
 
         return show
-
-
-def _accepted(pipeline: Any) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(pipeline.__call__).parameters
-
-
-def _image_task(pipeline: Any) -> Any:
-    """The image-to-image pipeline of the same components.
-
-    Raises:
-        ConfigError: diffusers has none.
-    """
-    from diffusers import AutoPipelineForImage2Image  # noqa: PLC0415 - slow import
-
-    try:
-        made = AutoPipelineForImage2Image.from_pipe(pipeline)
-    except ValueError as exc:
-        raise ConfigError(
-            f"{type(pipeline).__name__} has no image-to-image form; "
-            "remove image from the stage's input_modalities"
-        ) from exc
-    made.set_progress_bar_config(disable=True)
-    return made
 
 
 def _size(

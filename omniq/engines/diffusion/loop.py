@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,8 +19,9 @@ from omniq.engines.diffusion.runner import Lora, OmniDiffusionModelRunner, Work
 from omniq.engines.diffusion.scheduler import OmniDiffusionScheduler, Ticket
 from omniq.engines.diffusion.session import Ask, DenoiseSession
 from omniq.engines.faults import engine_faults
-from omniq.errors import EngineDead, EngineError, OmniqError, StageTimeout
+from omniq.errors import DeadlineExceeded, EngineDead, EngineError, OmniqError
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -64,6 +65,7 @@ class DenoiseLoop:
         self._runner, self._cache = runner, cache
         self._lock = threading.Lock()
         self._inbox: list[DenoiseJob] = []
+        self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._running = False
         self._jobs: list[DenoiseJob] = []
 
@@ -71,6 +73,21 @@ class DenoiseLoop:
         """Take jobs in; any thread."""
         with self._lock:
             self._inbox += jobs
+        self._wake()
+
+    def between(self, function: Callable[[], T]) -> Future[T]:
+        """Run ``function`` on the model thread between two forwards; any thread.
+
+        The thread's own queue would have it wait until no job is left.
+        """
+        future: Future[T] = Future()
+        with self._lock:
+            self._calls.append((function, future))
+        self._wake()
+        return future
+
+    def _wake(self) -> None:
+        with self._lock:
             if self._running:
                 return
             self._running = True
@@ -92,9 +109,12 @@ class DenoiseLoop:
         """Whether there is anything to do."""
         with self._lock:
             new, self._inbox = self._inbox, []
-            if not new and not self._jobs:
+            calls, self._calls = self._calls, []
+            if not new and not calls and not self._jobs:
                 self._running = False
                 return False
+        for function, future in calls:
+            _call(function, future)
         for job in new:
             self._jobs.append(job)
             if job.stopping is None:
@@ -170,6 +190,15 @@ class DenoiseLoop:
         job.outcome.set_result(result)
 
 
+def _call(function: Callable[[], Any], future: Future[Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function())
+    except Exception as exc:  # its outcome is the caller's
+        future.set_exception(exc)
+
+
 def _session(job: DenoiseJob) -> DenoiseSession:
     assert job.session is not None, "the job has begun"
     return job.session
@@ -181,7 +210,7 @@ def _work(job: DenoiseJob) -> Work:
     )
 
 
-def _too_late(ticket: Ticket) -> StageTimeout:
-    return StageTimeout(
+def _too_late(ticket: Ticket) -> DeadlineExceeded:
+    return DeadlineExceeded(
         f"the deadline passed after {ticket.steps_done} of {ticket.steps_total} steps"
     )

@@ -13,6 +13,8 @@ PICTURES = 48
 POSITIONS = 8
 #: Longest side of a preview in pixels.
 LARGEST = 256
+#: Previews of one request; they come less often where there would be more.
+MOST = 64
 
 
 class Previewer:
@@ -40,7 +42,7 @@ class Previewer:
         return ((rgb.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
 
     def message(self, latents: torch.Tensor, step: int) -> dict[str, Any]:
-        """The preview after ``step`` as JSON: WebP in base64, width, height."""
+        """The preview after ``step`` as JSON: a WebP data URL, width, height."""
         from PIL import Image  # noqa: PLC0415 - only previews need it
 
         picture = Image.fromarray(self.picture(latents).numpy())
@@ -52,7 +54,7 @@ class Previewer:
             "content_type": "image/webp",
             "width": picture.width,
             "height": picture.height,
-            "data": base64.b64encode(file.getvalue()).decode("ascii"),
+            "url": "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode("ascii"),
         }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from omniq.engines.families.base import Family
 from omniq.engines.families.flux import Flux
-from omniq.engines.families.qwen_image import QwenImage, QwenImageEdit
+from omniq.engines.families.qwen_image import QwenImage, QwenImageEdit, QwenImageEditPlus
 from omniq.engines.families.sd3 import StableDiffusion3
 from omniq.engines.families.wan import Wan
 from omniq.engines.families.z_image import ZImage
@@ -13,14 +13,20 @@ from omniq.engines.families.z_image import ZImage
 FAMILIES: dict[str, type[Family]] = {
     "FluxPipeline": Flux,
     "FluxImg2ImgPipeline": Flux,
+    "FluxInpaintPipeline": Flux,
     "QwenImagePipeline": QwenImage,
     "QwenImageImg2ImgPipeline": QwenImage,
+    "QwenImageInpaintPipeline": QwenImage,
     "QwenImageEditPipeline": QwenImageEdit,
+    "QwenImageEditInpaintPipeline": QwenImageEdit,
+    "QwenImageEditPlusPipeline": QwenImageEditPlus,
     "StableDiffusion3Pipeline": StableDiffusion3,
     "StableDiffusion3Img2ImgPipeline": StableDiffusion3,
+    "StableDiffusion3InpaintPipeline": StableDiffusion3,
     "WanPipeline": Wan,
     "ZImagePipeline": ZImage,
     "ZImageImg2ImgPipeline": ZImage,
+    "ZImageInpaintPipeline": ZImage,
 }
 
 

@@ -37,6 +37,8 @@ class Family:
     caches: ClassVar[tuple[str, ...]] = ("first_block", "taylorseer", "magcache")
     #: What the pipeline takes for a missing negative prompt; None: then there is no guidance.
     empty_negative: ClassVar[str | None] = ""
+    #: Pictures that one request may bring.
+    most_pictures: ClassVar[int] = 1
     #: The argument of ``__call__`` that is the scale of classifier-free guidance.
     cfg_argument: ClassVar[str] = "guidance_scale"
 
@@ -104,6 +106,31 @@ class Family:
     def size_multiple(self, pipeline: Any) -> int:
         """Pixels that height and width must be multiples of."""
         return int(pipeline.vae_scale_factor) * 2
+
+    def pictures(
+        self, pipeline: Any, given: Mapping[str, Any], arguments: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Picture arguments of ``__call__``.
+
+        Args:
+            pipeline: the stock pipeline.
+            given: ``image`` and ``mask_image`` (PIL), as far as the request brings them.
+            arguments: its other arguments.
+        """
+        return dict(given)
+
+    def picture_size(self, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
+        """Height and width of what is made, where a request's pictures decide; else None."""
+        return None
+
+    def latent_form(
+        self, pipeline: Any, size: tuple[int, int], frames: int
+    ) -> tuple[int, ...] | None:
+        """Shape of one picture's or video's latents in the form of :meth:`latents`; None: unknown.
+
+        ``size`` is (height, width) in pixels.
+        """
+        return None
 
     def latents(self, pipeline: Any, output: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
         """Latents [n, C, h, w] or [n, C, f, h, w] from what ``output_type="latent"`` gave.

@@ -57,6 +57,13 @@ class Flux(Family):
         unpacked: torch.Tensor = pipeline._unpack_latents(output, *size, pipeline.vae_scale_factor)
         return unpacked
 
+    def latent_form(
+        self, pipeline: Any, size: tuple[int, int], frames: int
+    ) -> tuple[int, ...] | None:
+        """Four of the transformer's channels are one before packing."""
+        factor, channels = pipeline.vae_scale_factor, pipeline.transformer.config.in_channels // 4
+        return int(channels), size[0] // factor, size[1] // factor
+
     def to_pipeline(self, pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
         """Pack 2x2 patches."""
         packed: torch.Tensor = pipeline._pack_latents(latents, *latents.shape)

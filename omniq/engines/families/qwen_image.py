@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,6 +13,8 @@ from omniq.engines.families.base import Family, statistics
 
 #: Area of the picture that the vision encoder of Qwen-Image-Edit sees, in pixels.
 EDIT_AREA = 1024 * 1024
+#: The same for Qwen-Image-Edit-Plus, each picture.
+EDIT_PLUS_AREA = 384 * 384
 
 
 class QwenImage(Family):
@@ -74,6 +77,13 @@ class QwenImage(Family):
         unpacked: torch.Tensor = pipeline._unpack_latents(output, *size, pipeline.vae_scale_factor)
         return unpacked
 
+    def latent_form(
+        self, pipeline: Any, size: tuple[int, int], frames: int
+    ) -> tuple[int, ...] | None:
+        """Four of the transformer's channels are one before packing; one frame."""
+        factor, channels = pipeline.vae_scale_factor, pipeline.transformer.config.in_channels // 4
+        return int(channels), 1, size[0] // factor, size[1] // factor
+
     def to_pipeline(self, pipeline: Any, latents: torch.Tensor) -> torch.Tensor:
         """Pack 2x2 patches of the one frame."""
         n, channels, _, height, width = latents.shape
@@ -88,17 +98,49 @@ class QwenImage(Family):
 
 
 class QwenImageEdit(QwenImage):
-    """``QwenImageEditPipeline``: the text encoder sees the picture too."""
+    """``QwenImageEditPipeline``, also inside a mask: the text encoder sees the picture too."""
+
+    #: Module of the stock pipeline, for how it scales pictures.
+    module: ClassVar[str] = "pipeline_qwenimage_edit"
 
     def encode(
         self, pipeline: Any, prompt: str, images: list[Any], options: Mapping[str, Any]
     ) -> dict[str, torch.Tensor]:
         """With the picture resized as ``__call__`` does it."""
-        from diffusers.pipelines.qwenimage import (  # noqa: PLC0415 - slow import
-            pipeline_qwenimage_edit as edit,
-        )
-
-        image = images[0]
-        width, height, _ = edit.calculate_dimensions(EDIT_AREA, image.width / image.height)
-        image = pipeline.image_processor.resize(image, height, width)
+        image = self._resized(pipeline, images[0], EDIT_AREA)
         return self.encoded(pipeline.encode_prompt(prompt=prompt, image=image, **options))
+
+    def picture_size(self, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
+        """A megapixel of the (last) picture's shape, where no size is asked for; inside a mask
+        always.
+        """
+        image = arguments["image"]
+        last = image[-1] if isinstance(image, list) else image
+        width, height = self._dimensions(EDIT_AREA, last)
+        if "mask_image" in arguments:
+            return height, width
+        return arguments.get("height", height), arguments.get("width", width)
+
+    def _resized(self, pipeline: Any, image: Any, area: int) -> Any:
+        width, height = self._dimensions(area, image)
+        return pipeline.image_processor.resize(image, height, width)
+
+    def _dimensions(self, area: int, image: Any) -> tuple[int, int]:
+        """Width and height of about ``area`` pixels in the picture's shape, as the pipeline."""
+        edit = importlib.import_module(f"diffusers.pipelines.qwenimage.{self.module}")
+        width, height, *_ = edit.calculate_dimensions(area, image.width / image.height)
+        return int(width), int(height)
+
+
+class QwenImageEditPlus(QwenImageEdit):
+    """``QwenImageEditPlusPipeline``: several pictures, smaller ones for the text encoder."""
+
+    module = "pipeline_qwenimage_edit_plus"
+    most_pictures = 16
+
+    def encode(
+        self, pipeline: Any, prompt: str, images: list[Any], options: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor]:
+        """With all pictures, resized as ``__call__`` does it."""
+        pictures = [self._resized(pipeline, image, EDIT_PLUS_AREA) for image in images]
+        return self.encoded(pipeline.encode_prompt(prompt=prompt, image=pictures, **options))

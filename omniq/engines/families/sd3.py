@@ -33,6 +33,13 @@ class StableDiffusion3(Family):
         """Of (embeds, negative, pooled, negative pooled) the positive half."""
         return {"prompt_embeds": values[0][0], "pooled_prompt_embeds": values[2][0]}
 
+    def latent_form(
+        self, pipeline: Any, size: tuple[int, int], frames: int
+    ) -> tuple[int, ...] | None:
+        """As the transformer takes them."""
+        factor = pipeline.vae_scale_factor
+        return int(pipeline.transformer.config.in_channels), size[0] // factor, size[1] // factor
+
     def size_multiple(self, pipeline: Any) -> int:
         """Whole patches."""
         return int(pipeline.vae_scale_factor) * int(pipeline.patch_size)

@@ -30,6 +30,15 @@ class Wan(Family):
         patch = pipeline.transformer.config.patch_size
         return int(pipeline.vae_scale_factor_spatial) * int(patch[1])
 
+    def latent_form(
+        self, pipeline: Any, size: tuple[int, int], frames: int
+    ) -> tuple[int, ...] | None:
+        """With frames behind the channels."""
+        factor = pipeline.vae_scale_factor_spatial
+        times = (frames - 1) // pipeline.vae_scale_factor_temporal + 1
+        channels = pipeline.transformer.config.in_channels
+        return int(channels), times, size[0] // factor, size[1] // factor
+
     def decode(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
         """Pixels [n, 3, F, H, W]."""
         sample: torch.Tensor = vae.decode(

@@ -32,6 +32,31 @@ class ZImage(Family):
         """A single all-zero row: lengths need not agree."""
         return {"prompt_embeds": torch.zeros_like(condition["prompt_embeds"][:1])}
 
+    def pictures(
+        self, pipeline: Any, given: Mapping[str, Any], arguments: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """In the size that is asked for: these pipelines fail on a picture of another one."""
+        if "image" not in given:
+            return dict(given)
+        image = given["image"]
+        height, width = arguments.get("height", image.height), arguments.get("width", image.width)
+        if (height, width) == (image.height, image.width):
+            return dict(given)
+        return {**given, "image": pipeline.image_processor.resize(image, height, width)}
+
+    def picture_size(self, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
+        """Where none is asked for, the picture's own."""
+        if (image := arguments.get("image")) is None:
+            return None
+        return arguments.get("height", image.height), arguments.get("width", image.width)
+
+    def latent_form(
+        self, pipeline: Any, size: tuple[int, int], frames: int
+    ) -> tuple[int, ...] | None:
+        """As the transformer takes them."""
+        factor = pipeline.vae_scale_factor
+        return int(pipeline.transformer.in_channels), size[0] // factor, size[1] // factor
+
     def prepare_cache(self) -> None:
         """The blocks call ``x`` what the hooks ask for as ``hidden_states``."""
         from diffusers.hooks import _helpers as known  # noqa: PLC0415 - slow import

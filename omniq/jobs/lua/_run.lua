@@ -1,5 +1,20 @@
 -- Shared as well: beginning a stage's run, and sending the messages of stages.
 
+-- End a job whose deadline has passed; `stage` would have been next, if that is known.
+local function expire(stage)
+  finalise('expired', cjson.encode({code = 'deadline_exceeded',
+    message = 'the job was not served before its deadline', details = stage and {stage = stage}}))
+end
+-- End a job whose deadline has passed while nothing of it runs; true if this has ended it.
+local function expire_unserved()
+  fetch('state', 'deadline', 'order')
+  local state, deadline = get('state'), get('deadline')
+  if not state or FINAL[state] or not deadline or tonumber(now()) <= tonumber(deadline) then return false end
+  if any_stage('running') then return false end  -- its worker sees to it
+  expire()
+  return true
+end
+
 -- What a worker that has the task of `stage` must do with it, for the worker's record; redelivered is
 -- '0' or '1'. Returns {verdict, fence, attempt, spec, outputs JSON, state}.
 -- Verdicts: run | done | wait | duplicate | stop (omniq.jobs.model.Verdict).
@@ -32,8 +47,7 @@ local function begin(stage, worker, redelivered, most)
 
   local deadline = get('deadline')
   if deadline and tonumber(now()) > tonumber(deadline) and st ~= 'running' then
-    finalise('expired', cjson.encode({code = 'deadline_exceeded',
-      message = 'the job was not served before its deadline', details = {stage = stage}}))
+    expire(stage)
     return {'stop', fence, 0, '', '{}', 'expired'}
   end
   local deliveries = tonumber(sget(stage, 'deliveries') or '0') + 1

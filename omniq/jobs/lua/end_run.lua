@@ -1,5 +1,5 @@
 -- A run ends without outputs. Returns 1, or 0 if refused.
--- ARGV: stage, fence, how (retry | release | fail | stop), error JSON or '', delay seconds, job id.
+-- ARGV: stage, fence, how (retry | release | fail | expire | stop), error JSON or '', delay seconds, job id.
 -- KEYS[4] = cancel channel.
 local stage, how, err = ARGV[1], ARGV[3], ARGV[4]
 local state = get('state')
@@ -30,6 +30,6 @@ elseif how == 'retry' then
 else
   sset(stage, 'state', 'failed')
   event('stage.failed', stage, '{"error":' .. err .. '}')
-  finalise('failed', err)
+  finalise(how == 'expire' and 'expired' or 'failed', err)
 end
 return 1

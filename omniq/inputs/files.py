@@ -1,0 +1,91 @@
+"""A request's inputs that are files: read, checked and ready to be stored as blobs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from omniq.config.pipeline import InputConfig, PipelineConfig
+from omniq.errors import ArtifactNotFound, JobNotFound
+from omniq.inputs.faults import invalid
+from omniq.inputs.pictures import pixels_of
+from omniq.inputs.sources import ArtifactId, source_of
+from omniq.inputs.tensors import tensor_file
+
+#: Bytes of a result file by job id and name.
+FETCH = Callable[[str, str], Awaitable[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """One input, read: a blob for the stages, and what the job's record shows of it.
+
+    ``data`` is a safetensors file: of pictures one tensor uint8 [H, W, 3] each, in order of their
+    names.
+    """
+
+    data: bytes = field(repr=False)
+    shown: Any
+
+
+async def read_inputs(
+    pipeline: PipelineConfig, inputs: Mapping[str, Any], fetch: FETCH, *, local: bool = False
+) -> dict[str, Any]:
+    """``inputs`` with every file as an :class:`InputFile`; those read already stay.
+
+    Decoding happens in threads.
+
+    Args:
+        pipeline: whose inputs they are; their outer form is valid.
+        inputs: as the client gave them.
+        fetch: reads result files of other jobs.
+        local: whether the client runs in this process, and may name paths.
+
+    Raises:
+        InvalidRequest: or its subclasses InputTooLarge and UnsupportedInput, naming the input.
+    """
+    found = dict(inputs)
+    for name in pipeline.files:
+        if name in inputs and not isinstance(inputs[name], InputFile):
+            found[name] = await _read(name, pipeline.inputs[name], inputs[name], fetch, local)
+    return found
+
+
+async def _read(name: str, spec: InputConfig, value: Any, fetch: FETCH, local: bool) -> InputFile:
+    several = isinstance(value, list | tuple)
+    given = value if several else [value]
+    fields = [f"input.{name}.{i}" if several else f"input.{name}" for i in range(len(given))]
+    sources = [
+        await _fetched(await asyncio.to_thread(source_of, item, where, local=local), where, fetch)
+        for item, where in zip(given, fields, strict=True)
+    ]
+    make = _pictures if spec.type == "image" else _latents
+    return await asyncio.to_thread(make, spec, sources, fields)
+
+
+async def _fetched(source: Any, where: str, fetch: FETCH) -> Any:
+    if not isinstance(source, ArtifactId):
+        return source
+    try:
+        data = await fetch(source.job, source.artifact)
+    except (JobNotFound, ArtifactNotFound) as exc:
+        raise invalid(where, exc.message) from exc
+    return source_of(data, where, local=False)
+
+
+def _pictures(spec: InputConfig, sources: list[Any], fields: list[str]) -> InputFile:
+    from safetensors.numpy import save  # noqa: PLC0415 - few requests need it
+
+    pictures = {
+        f"{i:04d}": pixels_of(source, where, spec.max_pixels)
+        for i, (source, where) in enumerate(zip(sources, fields, strict=True))
+    }
+    shown = [{"width": p.shape[1], "height": p.shape[0]} for p in pictures.values()]
+    return InputFile(bytes(save(pictures)), shown)
+
+
+def _latents(spec: InputConfig, sources: list[Any], fields: list[str]) -> InputFile:
+    made = tensor_file(sources[0], fields[0])
+    return InputFile(made.data, {"dtype": made.dtype, "shape": made.shape})

@@ -1,0 +1,2 @@
+-- See `expire_unserved`. Returns 1 if this has ended the job, else 0.
+return expire_unserved() and 1 or 0
