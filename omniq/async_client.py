@@ -32,6 +32,8 @@ BLOCK = 1.0
 """Seconds between looks at the processes while nothing happens."""
 PATIENCE = 30.0
 """Seconds a broker may be away while a result is awaited: jobs outlive its restart."""
+HANGS = 10.0
+"""Seconds after which a broker that does not answer has been noticed for certain."""
 POLL = 0.2
 """Seconds between tries while the broker is away."""
 MAX_SUBMITS = 16
@@ -160,7 +162,9 @@ class AsyncOmniLLM:
             NotReady: a process of the own system has ended.
             BrokerUnavailable: the broker cannot be reached.
         """
-        job_id = await self.submit(prompt, parameters, priority=priority, timeout=timeout, **more)
+        job_id = await self.submit(
+            prompt, parameters, priority=priority, timeout=timeout, stream=False, **more
+        )
         try:
             return await self.result(job_id, raise_on_error=raise_on_error)
         except asyncio.CancelledError:
@@ -208,9 +212,14 @@ class AsyncOmniLLM:
         priority: int = 5,
         timeout: float | None = None,
         metadata: dict[str, str] | None = None,
+        stream: bool = True,
         **more: Any,
     ) -> str:
         """Enqueue one request and return its job id; it runs whether or not anybody waits.
+
+        Args:
+            stream: whether its events shall tell pieces of text before the whole is there, which
+                costs an engine a little for each.
 
         Raises:
             InvalidRequest, BrokerUnavailable: as :meth:`generate`.
@@ -225,6 +234,7 @@ class AsyncOmniLLM:
                 priority=priority,
                 timeout=timeout,
                 metadata=metadata,
+                stream=stream,
             )
         return record.id
 
@@ -243,9 +253,7 @@ class AsyncOmniLLM:
         Raises:
             JobNotFound, JobFailed, NotReady, BrokerUnavailable: as :meth:`generate`.
         """
-        async for _ in self._events(job_id):
-            pass
-        output = await self._output(await self._patiently(job_id))
+        output = await self._output(await self._ended(job_id))
         if raise_on_error:
             output.raise_for_state()
         return output
@@ -285,7 +293,7 @@ class AsyncOmniLLM:
             for name, info in record.artifacts.items():
                 if info.is_chunk:  # the whole is there too
                     continue
-                data, _ = await store.get_artifact(record.id, name)
+                data, _ = await store.read_artifact(record, name)
                 artifacts[name] = Artifact(name, info.content_type, data, info.meta)
         return OmniRequestOutput.from_record(record, self.config, artifacts)
 
@@ -306,15 +314,26 @@ class AsyncOmniLLM:
             except BrokerUnavailable as exc:
                 await patience.wait(exc)
 
-    async def _patiently(self, job_id: str) -> JobRecord:
+    async def _ended(self, job_id: str) -> JobRecord:
+        """The record of a job that has ended, across restarts of the broker."""
         store, patience = await self._connected(), _Patience()
+        began = float("-inf")
         while True:
-            if self._system is not None:
-                self._system.check()
+            if time.monotonic() - began > HANGS:  # the last try has waited, not hung
+                patience.renew()
+            began = time.monotonic()
+            waiting = asyncio.ensure_future(store.wait(job_id))
             try:
-                return await store.get(job_id)
+                while not (await asyncio.wait({waiting}, timeout=BLOCK))[0]:
+                    if self._system is not None:
+                        self._system.check()
+                return waiting.result()
             except BrokerUnavailable as exc:
+                if self._system is not None:
+                    self._system.check()
                 await patience.wait(exc)
+            finally:
+                waiting.cancel()
 
 
 class _Patience:

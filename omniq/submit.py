@@ -26,10 +26,12 @@ async def submit(
     priority: int = 5,
     timeout: float | None = None,
     metadata: dict[str, str] | None = None,
+    stream: bool = True,
 ) -> JobRecord:
     """Validate one job, then record and enqueue it in one step: never one without the other.
 
     ``priority`` 9 is served first, 0 last. A job not started within ``timeout`` seconds expires.
+    With ``stream`` off engines need not say text before it is whole, which costs them less.
     A seed that is not given is drawn here, once, so that retries and all stages use the same one.
 
     Raises:
@@ -46,6 +48,7 @@ async def submit(
         priority=priority,
         timeout=timeout,
         metadata=metadata or {},
+        stream=stream,
     )
     upstream = {s: config.upstream(s) for s in spec.stages}
     return await store.create(spec, upstream, chain.first_posts(spec, config))
@@ -59,6 +62,7 @@ def make_spec(
     priority: int,
     timeout: float | None,
     metadata: dict[str, str],
+    stream: bool = True,
 ) -> JobSpec:
     """The job a valid request describes, with a new id.
 
@@ -91,5 +95,6 @@ def make_spec(
         priority=priority,
         deadline=None if timeout is None else created + timeout,
         metadata=metadata,
+        stream=stream,
         created=created,
     )

@@ -31,13 +31,16 @@ class StageRequest:
     """What one run of a stage is asked to do.
 
     ``params`` are the stage's complete, validated parameters (:mod:`omniq.config.params`).
-    ``deadline`` is in seconds on the monotonic clock; nobody wants the result after it.
+    ``deadline`` is in seconds on the monotonic clock; nobody wants the result after it. Without
+    ``stream`` nobody reads pieces of text (:meth:`Emit.delta`) before the whole is there; chunks
+    for other stages are not meant.
     """
 
     request_id: str
     params: Mapping[str, Any]
     priority: int = 5
     deadline: float | None = None
+    stream: bool = True
 
 
 @dataclass(frozen=True, slots=True)

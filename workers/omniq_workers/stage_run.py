@@ -220,6 +220,7 @@ class StageRunner:
             request_id=f"{run.job_id}.{run.stage}.{run.grant.fence}",
             params=run.spec.parameters.get(run.stage, {}),
             priority=run.spec.priority,
+            stream=run.spec.stream,
         )
 
         async def serve() -> StageOutput:

@@ -65,7 +65,7 @@ async def chat(request: Request, services: Live, body: ChatRequest) -> Response:
     model = mapping.find_model(body.model)
     _needs_text(model)
     submission = mapping.of_chat(body, model)
-    jobs = await _submitted(services, [submission])
+    jobs = await _submitted(services, [submission], stream=body.stream)
     if body.stream:
         stream = JobStream(services, jobs[0], model, submission)
         chunks = chat_chunks(stream, include_usage=body.include_usage)
@@ -88,7 +88,7 @@ async def completions(request: Request, services: Live, body: CompletionRequest)
     model = mapping.find_model(body.model)
     _needs_text(model)
     submissions = mapping.of_completion(body, model)
-    jobs = await _submitted(services, submissions)
+    jobs = await _submitted(services, submissions, stream=body.stream)
     if body.stream:
         streams = [
             JobStream(services, job, model, s) for job, s in zip(jobs, submissions, strict=True)
@@ -109,7 +109,7 @@ async def embeddings(request: Request, services: Live, body: EmbeddingRequest) -
     """The embedding of each input."""
     model = mapping.find_model(body.model)
     submissions = mapping.of_embedding(body, model)
-    jobs = await _submitted(services, submissions)
+    jobs = await _submitted(services, submissions, stream=False)
     records = await _finished(request, services, jobs, submissions)
     if not records:
         return _gone()
@@ -132,7 +132,9 @@ def _needs_text(model: ServedModel) -> None:
         raise OpenAIError(400, f"the model {model.name!r} makes no text", param="model")
 
 
-async def _submitted(services: Services, submissions: Sequence[Submission]) -> list[JobRecord]:
+async def _submitted(
+    services: Services, submissions: Sequence[Submission], *, stream: bool
+) -> list[JobRecord]:
     """All jobs, or none."""
     done: list[JobRecord] = []
     try:
@@ -144,6 +146,7 @@ async def _submitted(services: Services, submissions: Sequence[Submission]) -> l
                     inputs=each.inputs,
                     parameters=each.parameters,
                     metadata=each.metadata,
+                    stream=stream,
                 )
             )
     except InvalidRequest as exc:
