@@ -42,6 +42,13 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--input-tokens", type=int, default=32)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5, help="Of each, interleaved.")
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=2.0,
+        help="Seconds of rest before each turn. vLLM polls for a second after its last "
+        "request, at the cost of whoever comes next.",
+    )
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--engine-args", type=json.loads, default={}, help="More, as JSON.")
     parser.add_argument("--json", type=Path, help="Write all samples there.")

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import multiprocessing
 import statistics
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -121,6 +122,7 @@ def main() -> None:
             names = list(systems) if number % 2 else list(reversed(systems))
             said = {}
             for name in names:
+                time.sleep(given.pause)
                 took, said[name] = systems[name].run(ids, given.output_tokens)
                 if number >= 0:
                     seconds[name].append(took)

@@ -172,6 +172,7 @@ async def measure(given: argparse.Namespace, servers: list[Server]) -> dict[str,
     for number, ids in enumerate([singles[0], *singles]):  # the first one warms up
         order = servers if number % 2 else servers[::-1]
         for server in order:
+            await asyncio.sleep(given.pause)
             answer = await server.ask(ids, given.output_tokens)
             if number:
                 alone[server.name].append(answer)
@@ -179,6 +180,7 @@ async def measure(given: argparse.Namespace, servers: list[Server]) -> dict[str,
     for number in range(-1, given.rounds):  # round -1 warms up
         said = {}
         for server in servers if number % 2 else servers[::-1]:
+            await asyncio.sleep(given.pause)
             started = now()
             answers = await asyncio.gather(
                 *[server.ask(ids, given.output_tokens) for ids in prompts(given, number)]
@@ -221,7 +223,11 @@ def report(given: argparse.Namespace, found: dict[str, Any]) -> None:
     print(table(header, rows))
     added = statistics.median(o.first - n.first for n, o in zip(native, ours, strict=True))
     itl = statistics.median(o.per_token / n.per_token for n, o in zip(native, ours, strict=True))
-    print(f"TTFT added, median of pairs: {added * 1e3:.2f} ms; ITL: {itl:.3f} x native")
+    mean = statistics.mean(a.per_token for a in ours) / statistics.mean(a.per_token for a in native)
+    print(
+        f"TTFT added, median of pairs: {added * 1e3:.2f} ms; "
+        f"ITL: p50 of pairs {itl:.3f}, mean {mean:.3f} x native"
+    )
     print(f"texts equal: {found['equal']}/{given.requests * given.rounds}")
     if given.json:
         samples = {

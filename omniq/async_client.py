@@ -38,6 +38,8 @@ BLOCK = 1.0
 """Seconds between looks at the processes while nothing happens."""
 PATIENCE = 30.0
 """Seconds a broker may be away while a result is awaited: jobs outlive its restart."""
+HANGS = 10.0
+"""Seconds after which a broker that does not answer has been noticed for certain."""
 POLL = 0.2
 """Seconds between tries while the broker is away."""
 MAX_SUBMITS = 16
@@ -167,7 +169,12 @@ class AsyncOmniLLM:
             BrokerUnavailable: the broker cannot be reached.
         """
         job_id = await self._submit(
-            prompt, {**(parameters or {}), **more}, priority=priority, timeout=timeout, awaited=True
+            prompt,
+            {**(parameters or {}), **more},
+            priority=priority,
+            timeout=timeout,
+            stream=False,
+            awaited=True,
         )
         try:
             return await self.result(job_id, raise_on_error=raise_on_error)
@@ -217,9 +224,14 @@ class AsyncOmniLLM:
         priority: int = 5,
         timeout: float | None = None,
         metadata: dict[str, str] | None = None,
+        stream: bool = True,
         **more: Any,
     ) -> str:
         """Enqueue one request and return its job id; it runs whether or not anybody waits.
+
+        Args:
+            stream: whether its events shall tell pieces of text before the whole is there, which
+                costs an engine a little for each.
 
         Raises:
             InvalidRequest, BrokerUnavailable: as :meth:`generate`.
@@ -230,6 +242,7 @@ class AsyncOmniLLM:
             priority=priority,
             timeout=timeout,
             metadata=metadata,
+            stream=stream,
         )
 
     async def _submit(self, prompt: Prompt, parameters: dict[str, Any], **options: Any) -> str:
@@ -316,7 +329,7 @@ class AsyncOmniLLM:
             for name, info in record.artifacts.items():
                 if info.is_chunk:  # the whole is there too
                     continue
-                data, _ = await store.get_artifact(record.id, name)
+                data, _ = await store.read_artifact(record, name)
                 artifacts[name] = Artifact(name, info.content_type, data, info.meta)
         return OmniRequestOutput.from_record(record, self.config, artifacts)
 
@@ -338,19 +351,24 @@ class AsyncOmniLLM:
                 await patience.wait(exc)
 
     async def _ended(self, job_id: str) -> JobRecord:
-        """The record of the job once it has ended, across restarts of the broker."""
+        """The record of a job that has ended, across restarts of the broker."""
         store, patience = await self._connected(), _Patience()
+        began = float("-inf")
         while True:
             if self._system is not None:
                 self._system.check()
+            if time.monotonic() - began > HANGS:  # the last try has waited, not hung
+                patience.renew()
+            began = time.monotonic()
             waiting = asyncio.create_task(store.wait(job_id))
             try:
                 while not (await asyncio.wait({waiting}, timeout=BLOCK))[0]:
-                    patience.renew()
                     if self._system is not None:
                         self._system.check()
                 record = waiting.result()
             except BrokerUnavailable as exc:
+                if self._system is not None:
+                    self._system.check()
                 await patience.wait(exc)
             else:
                 if record.state.final:

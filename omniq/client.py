@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 INTERRUPT_GRACE = 10.0
 """Seconds an interrupted call may take to cancel its jobs."""
+MAX_WAITS = 256
+"""Jobs of one call that are waited for at the same time."""
 
 
 class OmniLLM:
@@ -94,13 +96,12 @@ class OmniLLM:
         llm = self._llm
         read = [(await llm.prepare(p, q), q) for p, q in requests]
         submits = [
-            asyncio.create_task(llm.submit(p, q, priority=priority, timeout=timeout))
+            asyncio.create_task(llm.submit(p, q, priority=priority, timeout=timeout, stream=False))
             for p, q in read
         ]
         try:
             job_ids = await asyncio.gather(*submits)
-            # One after the other: a single connection listens, and the order is the prompts'.
-            return [await llm.result(job_id, raise_on_error=False) for job_id in job_ids]
+            return await _results(llm, job_ids)
         except BaseException:
             await _cancel_all(llm, submits)
             raise
@@ -186,6 +187,24 @@ def _requests(
             fields=[{"field": "parameters", "message": message}],
         )
     return [(p, {**q, **more}) for p, q in zip(listed, each, strict=True)]
+
+
+async def _results(llm: AsyncOmniLLM, job_ids: Sequence[str]) -> list[OmniRequestOutput]:
+    """What became of the jobs, in their order; so many at a time are waited for side by side."""
+    places = asyncio.Semaphore(MAX_WAITS)
+
+    async def one(job_id: str) -> OmniRequestOutput:
+        async with places:
+            return await llm.result(job_id, raise_on_error=False)
+
+    waits = [asyncio.create_task(one(job_id)) for job_id in job_ids]
+    try:
+        return await asyncio.gather(*waits)
+    except BaseException:
+        for wait_ in waits:
+            wait_.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+        raise
 
 
 async def _cancel_all(llm: AsyncOmniLLM, submits: list[asyncio.Task[str]]) -> None:

@@ -27,6 +27,7 @@ async def submit(
     priority: int = 5,
     timeout: float | None = None,
     metadata: dict[str, str] | None = None,
+    stream: bool = True,
     awaited: bool = False,
 ) -> JobRecord:
     """Validate one job, then record and enqueue it in one step: never one without the other.
@@ -34,6 +35,7 @@ async def submit(
     ``priority`` 9 is served first, 0 last. A job that has not ended within ``timeout`` seconds
     expires. Pictures and tensors among the inputs become blobs, which the job's end frees. A seed
     that is not given is drawn here, once, so that retries and all stages use the same one.
+    With ``stream`` off engines need not say text before it is whole, which costs them less.
     ``awaited``: the caller will wait for the job's end at once (:meth:`JobStore.wait`).
 
     Raises:
@@ -51,6 +53,7 @@ async def submit(
         priority=priority,
         timeout=timeout,
         metadata=metadata or {},
+        stream=stream,
     )
     if config.files:
         spec = await _with_files(store, config, spec)
@@ -81,6 +84,7 @@ def make_spec(
     priority: int,
     timeout: float | None,
     metadata: dict[str, str],
+    stream: bool = True,
 ) -> JobSpec:
     """The job a valid request describes, with a new id.
 
@@ -113,5 +117,6 @@ def make_spec(
         priority=priority,
         deadline=None if timeout is None else created + timeout,
         metadata=metadata,
+        stream=stream,
         created=created,
     )

@@ -16,7 +16,7 @@ import torch
 from omniq.engines.base import Emit, Engine, NullEmit, StageInput, StageOutput, StageRequest
 from omniq.engines.loading import loading, part_folder, tokenizer_folder
 from omniq.engines.text import PromptEncoder
-from omniq.engines.vllm import arguments, contract
+from omniq.engines.vllm import arguments, contract, scheduler
 from omniq.engines.vllm.hidden_states import StateCollector
 from omniq.engines.vllm.inproc import in_process
 from omniq.engines.vllm.outputs import Generation
@@ -112,6 +112,8 @@ class VLLMAREngine(Engine):
             )
             config = v.AsyncEngineArgs(**complete).create_engine_config()
         self._check(config)
+        if self._options is not None:
+            scheduler.use(config)
         model = config.model_config
         self._pooling = model.runner_type == "pooling"
         self._defaults = {} if self._pooling else dict(model.get_diff_sampling_param())
@@ -180,7 +182,10 @@ class VLLMAREngine(Engine):
     ) -> StageOutput:
         """Generate; cancelling the task aborts the request in vLLM."""
         lora = self._lora(request.params)
-        prompt = await self.in_thread(self._reader.read, inputs, request.params)
+        if self._reader.is_quick(inputs):
+            prompt = self._reader.read(inputs, request.params)
+        else:
+            prompt = await self.in_thread(self._reader.read, inputs, request.params)
         # A retried job may arrive while vLLM still cleans up after its first run.
         options = {
             "request_id": f"{request.request_id}-{uuid.uuid4().hex[:8]}",
@@ -190,7 +195,7 @@ class VLLMAREngine(Engine):
         try:
             if self._pooling:
                 return await self._pool(prompt, request.params, options)
-            return await self._generate(prompt, request.params, emit, options)
+            return await self._generate(prompt, request, emit, options)
         finally:
             if self._collector is not None:
                 self._collector.take(options["request_id"])
@@ -221,13 +226,16 @@ class VLLMAREngine(Engine):
         return self._loras[name]
 
     async def _generate(
-        self, prompt: Prompt, params: Mapping[str, Any], emit: Emit, options: Mapping[str, Any]
+        self, prompt: Prompt, request: StageRequest, emit: Emit, options: Mapping[str, Any]
     ) -> StageOutput:
+        params, stream = request.params, request.stream
         if self._own.text_encoder:
             emit = NullEmit()
         parser = self._parsers.of_request(params)
-        sampling = self._sampling(prompt, params, parser)
-        generation = Generation(sampling.max_tokens, sampling.n, emit, parser)
+        # Chunks for the stages behind are made of tokens as they come.
+        each = stream or bool(self._own.stream_tokens)
+        sampling = self._sampling(prompt, params, parser, stream=each)
+        generation = Generation(sampling.max_tokens, sampling.n, emit, parser, stream=stream)
         chunks = _Chunks(self, options["request_id"], generation, emit)
         with self._refusals(prompt, generation):
             try:
@@ -244,7 +252,7 @@ class VLLMAREngine(Engine):
                 raise EngineError(
                     f"stage {self.stage.stage_id!r}: vLLM ended with {answer.finish_reason!r}"
                 )
-        generation.speak()
+        generation.speak(last=True)
         if self._own.stream_tokens:
             await chunks.send(1, last=True)
         states = None
@@ -253,7 +261,9 @@ class VLLMAREngine(Engine):
         made = generation.output(states, self._options)
         return _embeds(made) if self._own.text_encoder else made
 
-    def _sampling(self, prompt: Prompt, params: Mapping[str, Any], parser: Any) -> Any:
+    def _sampling(
+        self, prompt: Prompt, params: Mapping[str, Any], parser: Any, *, stream: bool
+    ) -> Any:
         # A prompt with media gets its length in vLLM, which then limits max_tokens itself.
         room = self._limits.context - (prompt.tokens or 1)
         more: dict[str, Any] = {}
@@ -264,7 +274,11 @@ class VLLMAREngine(Engine):
         if self._own.text_encoder:
             params, room = {"temperature": 0.0}, 1
         return sampling_params(
-            {k: x for k, x in params.items() if k not in more}, self._defaults, room, **more
+            {k: x for k, x in params.items() if k not in more},
+            self._defaults,
+            room,
+            stream=stream,
+            **more,
         )
 
     async def _pool(

@@ -32,13 +32,15 @@ class StageRequest:
 
     ``params`` are the stage's complete, validated parameters (:mod:`omniq.config.params`).
     ``deadline`` is in seconds on the monotonic clock; nobody wants the result after it, and the
-    worker stops the run then.
+    worker stops the run then. Without ``stream`` nobody reads pieces of text (:meth:`Emit.delta`)
+    before the whole is there; chunks for other stages are not meant.
     """
 
     request_id: str
     params: Mapping[str, Any]
     priority: int = 5
     deadline: float | None = None
+    stream: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,9 @@ class JobSpec(BaseModel):
     priority: int = Field(5, ge=0, le=9, description="9 is served first.")
     deadline: float | None = Field(None, description="Unix time after which nobody wants it.")
     metadata: dict[str, str] = Field(default_factory=dict, description="The client's own labels.")
+    stream: bool = Field(
+        True, description="Whether pieces of text are wanted while they are made (stage.delta)."
+    )
     created: float = Field(description="Unix time.")
 
 

@@ -380,8 +380,15 @@ class JobStore:
             JobNotFound: unknown job.
             ArtifactNotFound: the job has none of that name (yet).
         """
-        record = await self.get(job_id)
-        info = record.artifacts.get(name)
+        return await self.read_artifact(await self.get(job_id), name)
+
+    async def read_artifact(self, record: JobRecord, name: str) -> tuple[bytes, ArtifactInfo]:
+        """As :meth:`get_artifact`, of a job whose record is at hand.
+
+        Raises:
+            ArtifactNotFound: the record has none of that name.
+        """
+        job_id, info = record.id, record.artifacts.get(name)
         if info is None:
             have = ", ".join(record.artifacts) or "none yet"
             raise ArtifactNotFound(f"job {job_id} has no artifact {name!r}; it has: {have}")

@@ -63,7 +63,8 @@ Fields = dict[bytes, bytes]
 """A job's hash."""
 Look = Callable[[str, str], Awaitable[Fields | float]]
 """Called with a job's id and a channel, or '': the job's hash if it has ended, else the channel is
-noted and the answer is when to look again (its deadline, or infinity). Raises :class:`~omniq.errors.JobNotFound` and :class:`~omniq.errors.BrokerUnavailable`.
+noted and the answer is when to look again (its deadline, or infinity). Raises
+:class:`~omniq.errors.JobNotFound` and :class:`~omniq.errors.BrokerUnavailable`.
 """
 Order = tuple[int, int]
 """A stream id as numbers: milliseconds, sequence."""

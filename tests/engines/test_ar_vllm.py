@@ -101,7 +101,7 @@ async def test_cancel_aborts_in_vllm(engine: Any) -> None:
     task = asyncio.create_task(
         ask(engine, {"max_tokens": 90, "temperature": 0.0}, seen, prompt=PROMPT)
     )
-    await until(lambda: len(seen.steps) >= 2, task)
+    await until(lambda: len(seen.pieces) >= 2, task)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -208,6 +208,21 @@ async def test_tool_calls_are_read_out_of_the_text(engine: Any) -> None:
     assert (await _run(engine, params, prompt=PROMPT)).values["text"] == "yes " + CALL
 
 
+async def test_what_nobody_streams_is_not_said_in_pieces(engine: Any) -> None:
+    """The same answer, with its progress, but no text before the whole is there."""
+    params = {**GREEDY, "max_tokens": 70, "ignore_eos": True, "logprobs": 1}
+    said, quiet = Recorder(), Recorder()
+    streamed = await _run(engine, params, said, prompt=PROMPT)
+    request = StageRequest("quiet", params, stream=False)
+    whole = await engine.run(request, {"prompt": StageInput(PROMPT)}, quiet)
+    assert _tokens(whole) == _tokens(streamed)
+    assert whole.values["text"] == streamed.values["text"] == "".join(said.pieces)
+    assert whole.values["logprobs"] == streamed.values["logprobs"]
+    assert quiet.pieces == []
+    assert quiet.steps[-1] == said.steps[-1] == (70, 70)
+    assert 0 < whole.metrics["first_token_seconds"] < whole.metrics["generation_seconds"]
+
+
 async def test_reasoning_is_read_out_of_the_text(chat_model: Path) -> None:
     """By vLLM's parser, in pieces and as a whole."""
     from transformers import AutoTokenizer

@@ -224,6 +224,7 @@ class StageRunner:
             params=run.spec.parameters.get(run.stage, {}),
             priority=run.spec.priority,
             deadline=None if left is None else time.monotonic() + left,
+            stream=run.spec.stream,
         )
 
         async def serve() -> StageOutput:

@@ -65,7 +65,7 @@ async def chat(request: Request, services: Live, body: ChatRequest) -> Response:
     model = mapping.find_model(body.model)
     _needs_text(model)
     submission = mapping.of_chat(body, model)
-    jobs = await _submitted(services, [submission], awaited=not body.stream)
+    jobs = await _submitted(services, [submission], stream=body.stream)
     if body.stream:
         stream = JobStream(services, jobs[0], model, submission)
         chunks = chat_chunks(stream, include_usage=body.include_usage)
@@ -88,7 +88,7 @@ async def completions(request: Request, services: Live, body: CompletionRequest)
     model = mapping.find_model(body.model)
     _needs_text(model)
     submissions = mapping.of_completion(body, model)
-    jobs = await _submitted(services, submissions, awaited=not body.stream)
+    jobs = await _submitted(services, submissions, stream=body.stream)
     if body.stream:
         streams = [
             JobStream(services, job, model, s) for job, s in zip(jobs, submissions, strict=True)
@@ -109,7 +109,7 @@ async def embeddings(request: Request, services: Live, body: EmbeddingRequest) -
     """The embedding of each input."""
     model = mapping.find_model(body.model)
     submissions = mapping.of_embedding(body, model)
-    jobs = await _submitted(services, submissions, awaited=True)
+    jobs = await _submitted(services, submissions, stream=False)
     records = await _finished(request, services, jobs, submissions)
     if not records:
         return _gone()
@@ -133,9 +133,9 @@ def _needs_text(model: ServedModel) -> None:
 
 
 async def _submitted(
-    services: Services, submissions: Sequence[Submission], *, awaited: bool
+    services: Services, submissions: Sequence[Submission], *, stream: bool
 ) -> list[JobRecord]:
-    """All jobs, or none; ``awaited``: for :func:`_finished`."""
+    """All jobs, or none; those that do not stream are for :func:`_finished`."""
     done: list[JobRecord] = []
     try:
         for each in submissions:
@@ -146,7 +146,8 @@ async def _submitted(
                     inputs=each.inputs,
                     parameters=each.parameters,
                     metadata=each.metadata,
-                    awaited=awaited,
+                    stream=stream,
+                    awaited=not stream,
                 )
             )
     except InvalidRequest as exc:

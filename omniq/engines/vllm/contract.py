@@ -133,6 +133,10 @@ FRONT_END = {
 }
 #: Called in the processes that run the model.
 MODEL_SIDE = {
+    "Scheduler": Need("vllm.v1.core.sched.scheduler:Scheduler", ("update_from_output", "schedule")),
+    "AsyncScheduler": Need(
+        "vllm.v1.core.sched.async_scheduler:AsyncScheduler", ("update_from_output",)
+    ),
     "current_platform": Need("vllm.platforms:current_platform", ("is_cpu", "is_cuda")),
     "GPUWorker": Need("vllm.v1.worker.gpu_worker:Worker", ("init_device",)),
 }
@@ -164,6 +168,7 @@ RELIED_ON = (
     ),
     Need("vllm.v1.outputs:ModelRunnerOutput", ("req_ids", "sampled_token_ids", "pooler_output")),
     Need("vllm.config:ParallelConfig", ("worker_cls",)),
+    Need("vllm.config:SchedulerConfig", ("scheduler_cls", "async_scheduling")),
     Need("vllm.config:VllmConfig", ("additional_config", "speculative_config")),
     Need(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner",

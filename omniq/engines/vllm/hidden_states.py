@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from omniq.engines.vllm.scheduler import unpack
+
 #: Where :class:`StateOptions` travel in vLLM's ``additional_config``.
 CONFIG_KEY = "omniq_hidden_states"
 
@@ -98,6 +100,7 @@ class StateCollector:
         return len(self._found)
 
     def _process_outputs(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        unpack(outputs)
         for output in outputs:
             packed, output.pooling_output = output.pooling_output, None
             state = self._states.get(output.request_id)

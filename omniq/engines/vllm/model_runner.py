@@ -96,11 +96,27 @@ class _Step:
                 if prompt is not None and prompt.whole:
                     row = torch.cat([prompt.rows, row])
                 packed[part.request_id] = row
-        output.pooler_output = [
+        output.pooler_output = _Rows(
             packed.get(name) if len(output.sampled_token_ids[i]) else None
             for i, name in enumerate(output.req_ids)
-        ]
+        )
         return output
+
+
+class _Rows(list["torch.Tensor | None"]):
+    """States by request; pickled, for the way from another process, as one tensor."""
+
+    def __reduce__(self) -> Any:
+        there = [t for t in self if t is not None]
+        whole = torch.cat(there) if there else None
+        return _split, (whole, [0 if t is None else len(t) for t in self])
+
+
+def _split(whole: torch.Tensor | None, counts: list[int]) -> list[torch.Tensor | None]:
+    if whole is None:
+        return [None] * len(counts)
+    parts = iter(whole.split([n for n in counts if n]))
+    return [next(parts) if n else None for n in counts]
 
 
 class OmniARModelRunner:

@@ -15,9 +15,11 @@ from omniq.engines.vllm.hidden_states import StateOptions, States
 from omniq.engines.vllm.parsers import Parsed, RequestParser, SequenceParser
 from omniq.errors import EngineError
 
-#: Least time between two pieces of text or progress of one request, in seconds. The first token
+#: Least time between two pieces of text of one request, in seconds. The first token
 #: goes at once; at hundreds of steps a second a call per token would cost more than the reading.
 PACE = 0.02
+#: The same between two numbers of tokens: text shows by itself that it goes on.
+PROGRESS_PACE = 0.5
 #: JSON has no -inf; vLLM's server writes the same.
 LEAST_LOGPROB = -9999.0
 
@@ -47,12 +49,19 @@ class Generation:
         count: answers (``n``).
         emit: where pieces go.
         parser: reads reasoning and tool calls.
+        stream: whether pieces of text are wanted before the whole.
     """
 
     def __init__(
-        self, budget: int, count: int, emit: Emit, parser: RequestParser | None = None
+        self,
+        budget: int,
+        count: int,
+        emit: Emit,
+        parser: RequestParser | None = None,
+        *,
+        stream: bool = True,
     ) -> None:
-        self._budget, self._emit = budget, emit
+        self._budget, self._emit, self._stream = budget, emit, stream
         self.sequences = [Answer(parser.sequence() if parser else None) for _ in range(count)]
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -61,6 +70,7 @@ class Generation:
         self.first_token = 0.0
         self._pending: dict[int, Parsed] = {}
         self._spoke = -PACE
+        self._told = -PROGRESS_PACE
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -100,6 +110,8 @@ class Generation:
         sequence.finish_reason, sequence.stop_reason = delta.finish_reason, delta.stop_reason
         if delta.text:
             sequence.pieces.append(delta.text)
+        if not self._stream:
+            return
         if sequence.parser is not None:
             piece = sequence.parser.push(delta.text, ids)
         elif delta.text:
@@ -111,10 +123,10 @@ class Generation:
         pending.reasoning += piece.reasoning
         pending.tool_calls += piece.tool_calls
 
-    def speak(self) -> None:
-        """Emit what has come since the last time."""
+    def speak(self, *, last: bool = False) -> None:
+        """Emit what has come since the last time; ``last``: nothing comes any more."""
         self.quiet()
-        self._spoke = time.monotonic()
+        now = self._spoke = time.monotonic()
         pending, self._pending = self._pending, {}
         for index, piece in pending.items():
             which = {} if len(self.sequences) == 1 else {"index": index}
@@ -124,7 +136,9 @@ class Generation:
                 self._emit.delta("text", {"text": piece.text, **which})
             if piece.tool_calls:
                 self._emit.delta("tool_calls", {"tool_calls": piece.tool_calls, **which})
-        self._emit.progress(self.tokens, self._budget * len(self.sequences))
+        if last or now - self._told >= PROGRESS_PACE:
+            self._told = now
+            self._emit.progress(self.tokens, self._budget * len(self.sequences))
 
     def quiet(self) -> None:
         """Emit nothing more by itself."""

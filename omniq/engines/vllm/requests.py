@@ -51,6 +51,10 @@ class PromptReader:
     def __init__(self, encoder: PromptEncoder, limits: ModelLimits) -> None:
         self._encoder, self._limits = encoder, limits
 
+    def is_quick(self, inputs: Mapping[str, StageInput]) -> bool:
+        """Whether reading takes no tokenizer and no time: may be done on any thread."""
+        return "token_ids" in inputs and len(inputs) == 1
+
     def read(self, inputs: Mapping[str, StageInput], params: Mapping[str, Any]) -> Prompt:
         """The prompt of one request.
 

@@ -14,12 +14,22 @@ from omniq.errors import InvalidRequest
 NOT_SAMPLING = frozenset(
     {"tools", "chat_template_kwargs", "lora", "dimensions", "use_activation", "deterministic"}
 )
+#: vLLM's field for so many tokens at once; versions before 0.32 have it for the whole engine only.
+INTERVAL = "stream_interval"
+#: Tokens that the front end gets at once of a request whose text nobody reads before it is whole:
+#: it learns of the first one, for the time that took, and then of progress.
+QUIET_TOKENS = 64
 #: Those of pooling stages.
 POOLING = frozenset({"lora", "dimensions", "use_activation"})
 
 
 def sampling_params(
-    params: Mapping[str, Any], defaults: Mapping[str, Any], budget: int, **more: Any
+    params: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    budget: int,
+    *,
+    stream: bool = True,
+    **more: Any,
 ) -> Any:
     """vLLM's ``SamplingParams``.
 
@@ -27,6 +37,7 @@ def sampling_params(
         params: the request's validated parameters; None means unset.
         defaults: of the model's generation config, for what is unset.
         budget: new tokens at most; what the context has room for.
+        stream: whether each token is wanted as it comes; else many at once.
         more: fields that omniq sets itself.
 
     Raises:
@@ -60,6 +71,8 @@ def sampling_params(
         fields["max_tokens"] = min(fields.get("max_tokens") or budget, budget)
         # More than there is room for is as much as there is room for.
         fields["min_tokens"] = min(fields.get("min_tokens") or 0, fields["max_tokens"])
+        if not stream and INTERVAL in known:
+            fields[INTERVAL] = QUIET_TOKENS
         return v.SamplingParams(**fields, output_kind=v.RequestOutputKind.DELTA, **more)
     except (v.VLLMValidationError, ValueError, TypeError) as exc:
         raise refusal(exc) from exc
