@@ -219,12 +219,13 @@ async def test_reasoning_is_read_out_of_the_text(chat_model: Path) -> None:
     parser = Parsers(tokenizer, reasoning="deepseek_r1").of_request({})
     assert parser is not None
     text = "<think>red, then blue</think>A square."
-    whole = parser.sequence().whole(text)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    whole = parser.sequence().whole(text, ids)
     assert (whole.reasoning, whole.text) == ("red, then blue", "A square.")
     reading = parser.sequence()
     pieces = [
-        reading.push(tokenizer.decode([i]), [i])
-        for i in tokenizer(text, add_special_tokens=False)["input_ids"]
+        reading.push(tokenizer.decode([i]), [i], [5], finished=at == len(ids) - 1)
+        for at, i in enumerate(ids)
     ]
     assert "".join(p.reasoning for p in pieces) == "red, then blue"
     assert "".join(p.text for p in pieces) == "A square."
