@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from omniq import vllm_orphans
 from omniq.engines.base import Emit, Engine, NullEmit, StageInput, StageOutput, StageRequest
 from omniq.engines.loading import loading, part_folder, tokenizer_folder
 from omniq.engines.text import PromptEncoder
@@ -129,6 +130,7 @@ class VLLMAREngine(Engine):
             strict=self._own.tool_strict_level,
             variables=self._own.default_chat_template_kwargs,
         )
+        vllm_orphans.claim()
         try:
             self._engine = v.AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except (RuntimeError, ValueError) as exc:

@@ -355,6 +355,13 @@ async def test_cancelled_requests_free_their_blocks(engine: Any) -> None:
         ({"scheduling_policy": "lifo"}, "'lifo' is not allowed; allowed: fcfs, priority"),
         ({"enforce_eager": "yes"}, r"engine_args\.enforce_eager: .* must be true or false"),
         ({"worker_cls": "x.Y"}, "unknown engine_args 'worker_cls'"),
+        (
+            {"structured_outputs_config": {"backend": "none"}},
+            r"engine_args\.structured_outputs_config: .*backend",
+        ),
+        ({"tool_parser_plugin": "/nowhere.py"}, r"engine_args\.tool_parser_plugin: no file"),
+        ({"reasoning_parser": "qwen3"}, "parser qwen3 cannot be used with this model"),
+        ({"custom_chat_template": "nowhere"}, "neither a template nor a file"),
         ({"hidden_states": {"positions": "some"}}, r"engine_args\.hidden_states\.positions"),
         ({"tool_call_parser": "nobody"}, "vLLM has no parser 'nobody'; allowed: .*hermes"),
         ({"lora_modules": {"a": "/nowhere"}}, r"lora_modules\.a: no adapter_config\.json"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -167,12 +168,12 @@ def state_options(stage: OmniStageConfig, own: OwnArgs) -> StateOptions | None:
 
 
 def _parsed(stage: OmniStageConfig, name: str, value: Any) -> Any:
-    """``value`` as vLLM's command line would read it, if it is text or a wrong scalar.
+    """``value`` as vLLM's command line would read it: an object's fields as JSON there.
 
     Raises:
         ConfigError: vLLM's parser refuses it.
     """
-    if value is None or isinstance(value, dict | list):
+    if value is None or isinstance(value, list):
         return value
     action = _actions().get(name)
     if action is None:
@@ -184,7 +185,8 @@ def _parsed(stage: OmniStageConfig, name: str, value: Any) -> Any:
             return value
         made = value
         if action.type is not None and not isinstance(value, bool):
-            made = action.type(str(value))  # type: ignore[operator]
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            made = action.type(text)  # type: ignore[operator]
         elif isinstance(value, bool) and action.type in (int, float):
             raise ValueError("must be a number")
     except (ValueError, TypeError, argparse.ArgumentTypeError) as exc:
