@@ -25,8 +25,8 @@ CHAT_TEMPLATE = (
     "{% if part['type'] == 'image' %}<image>{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
-    "{% endif %}{% endif %}"
+    "{% if enable_thinking is defined %}<think>\n{% if not enable_thinking %}\n</think>\n\n"
+    "{% endif %}{% endif %}{% endif %}"
 )
 
 
@@ -58,7 +58,7 @@ def make_vision_model(folder: Path) -> Path:
         num_key_value_heads=1,
         head_dim=64,
         vocab_size=len(tokenizer),
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         pad_token_id=tokenizer.pad_token_id,
@@ -143,5 +143,6 @@ class Reference:
         return [int(i) for i in made[0, inputs["input_ids"].shape[1] :]]
 
     def text(self, tokens: list[int]) -> str:
-        """As a client reads it."""
-        return str(self.processor.tokenizer.decode(tokens, skip_special_tokens=True))
+        """As a client reads it: vLLM gives no beginnings of characters at the end."""
+        text = str(self.processor.tokenizer.decode(tokens, skip_special_tokens=True))
+        return text.rstrip("\ufffd")

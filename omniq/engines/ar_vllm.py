@@ -117,7 +117,12 @@ class VLLMAREngine(Engine):
                 max_in_flight=self.max_in_flight,
                 on_cpu=self.device == "cpu",
             )
-            config = v.AsyncEngineArgs(**complete).create_engine_config()
+            try:
+                config = v.AsyncEngineArgs(**complete).create_engine_config()
+            except RuntimeError as exc:  # as a reasoning parser that misses its tokens
+                raise ConfigError(
+                    f"stage {self.stage.stage_id!r}: vLLM refuses the engine arguments: {exc}"
+                ) from exc
         self._check(config)
         model = config.model_config
         self._pooling = model.runner_type == "pooling"

@@ -156,7 +156,9 @@ class PromptEncoder:
         )
 
     def _content(self, content: Any) -> Any:
-        """A message's content in the form that the template reads."""
+        """A message's content in the form that the template reads; none is an empty one."""
+        if content is None:
+            return [] if self._text_as_parts else ""
         if isinstance(content, str) and self._text_as_parts:
             return [{"type": "text", "text": content}]
         if isinstance(content, list) and not self._text_as_parts:

@@ -58,6 +58,8 @@ def encoder(folder: Path, template: str, **more: Any) -> PromptEncoder:
         (BOTH, "openai", HELLO, "[user: hello]"),
         (BOTH, "openai", TWO_PARTS, "[user: ab]"),
         (BOTH, "string", TWO_PARTS, "[user: (a\nb)]"),
+        (TEXT, "auto", [{"role": "assistant", "content": None}], "[assistant: ]"),
+        (PARTS, "auto", [{"role": "assistant", "content": None}], "[assistant: ]"),
     ],
 )
 def test_no_content_is_lost(

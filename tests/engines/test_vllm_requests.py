@@ -360,7 +360,7 @@ async def test_cancelled_requests_free_their_blocks(engine: Any) -> None:
             r"engine_args\.structured_outputs_config: .*backend",
         ),
         ({"tool_parser_plugin": "/nowhere.py"}, r"engine_args\.tool_parser_plugin: no file"),
-        ({"reasoning_parser": "qwen3"}, "parser qwen3 cannot be used with this model"),
+        ({"reasoning_parser": "deepseek_r1"}, "could not locate think start/end tokens"),
         ({"custom_chat_template": "nowhere"}, "neither a template nor a file"),
         ({"hidden_states": {"positions": "some"}}, r"engine_args\.hidden_states\.positions"),
         ({"tool_call_parser": "nobody"}, "vLLM has no parser 'nobody'; allowed: .*hermes"),

@@ -31,8 +31,9 @@ PARAMETERS = {
     "required": ["colour"],
     "additionalProperties": False,
 }
+#: Strict: vLLM holds arguments to their schemas only then.
 TOOLS: Any = [
-    {"type": "function", "function": {"name": name, "parameters": PARAMETERS}}
+    {"type": "function", "function": {"name": name, "parameters": PARAMETERS, "strict": True}}
     for name in ("paint", "wipe")
 ]
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
@@ -56,7 +57,7 @@ def system(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     folder = tmp_path_factory.mktemp("serve")
     (folder / "chat.jinja").write_text(GREETING + CHAT_TEMPLATE)
     flags = [
-        *("--max-model-len", "400", "--max-num-seqs", "8", "--dtype", "float32"),
+        *("--max-model-len", "1000", "--max-num-seqs", "8", "--dtype", "float32"),
         *("--limit-mm-per-prompt", '{"image": 2}', "--served-model-name", "seer"),
         *("--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"),
         *("--enable-auto-tool-choice", "--chat-template", "chat.jinja"),
@@ -111,7 +112,7 @@ def test_a_picture_in_a_chat(client: openai.OpenAI, reference: Reference) -> Non
     for parts in ((picture(0), "a red circle"), ("above", picture(1), picture(2, 90, 30))):
         done = ask(client, turn(*parts), max_tokens=COUNT, extra_body={"ignore_eos": True})
         tokens = reference.greedy(*parts, count=COUNT, enable_thinking=False)
-        assert done.message.content == reference.text(tokens)
+        assert done.message.content.rstrip("\ufffd") == reference.text(tokens)
         assert done.message.role == "robot"
         assert done.finish_reason == "length"
 
@@ -127,7 +128,7 @@ def test_a_picture_in_a_job(system: Served, reference: Reference) -> None:
     job = httpx.post(f"{system.url}/v1/jobs?wait=25", json=body, timeout=30).json()
     assert job["state"] == "succeeded", job
     tokens = reference.greedy(*parts, count=COUNT, enable_thinking=False)
-    assert job["values"]["text"] == reference.text(tokens)
+    assert job["values"]["text"].rstrip("\ufffd") == reference.text(tokens)
 
 
 def test_a_picture_that_cannot_be_read_is_a_400(client: openai.OpenAI) -> None:
