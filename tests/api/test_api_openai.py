@@ -172,6 +172,22 @@ async def test_reasoning_and_tool_calls_go_through(
     }
 
 
+async def test_a_whole_text_that_is_written_otherwise_adds_nothing(
+    client: httpx.AsyncClient, store: JobStore
+) -> None:
+    """Parsers strip what stands between reasoning and answer only where they see both."""
+    asking = await streamed(client)
+    job = await only_job(store)
+    fence = await begin(store, job, "ar")
+    await store.delta(job, "ar", fence, "reasoning", {"text": "hm\n"})
+    await store.delta(job, "ar", fence, "text", {"text": "\n\nyes"})
+    assert await store.finish_stage(job, "ar", fence, result("yes", reasoning="hm"))
+    found = [c["choices"][0] for c in chunks(await asking)]
+    assert "".join(c["delta"].get("content", "") for c in found) == "\n\nyes"
+    assert "".join(c["delta"].get("reasoning", "") for c in found) == "hm\n"
+    assert found[-1]["finish_reason"] == "stop"
+
+
 def call_piece(arguments: str, **head: Any) -> dict[str, Any]:
     """A piece of the first call, as vLLM's parsers give it."""
     function = {**({"name": "f"} if head else {}), "arguments": arguments}

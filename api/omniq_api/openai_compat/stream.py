@@ -170,12 +170,17 @@ class JobStream:
     def _rest(self, record: JobRecord) -> list[Piece]:
         """What the answer has beyond the pieces: deltas are a courtesy, the record is the truth."""
         pieces = []
+        # Parsers may write a whole text with other spaces at its ends than its pieces had.
+        heard = {at for at, text in self._texts.items() if text.said >= len(text.sent)}
         self._begin_anew()
         for choice in answers.choices_of(record, self.model):
             index = choice["index"]
             tokens: Sequence[Any] = choice.get("logprobs") or ()
             for output, name in TEXTS.items():
-                pieces += self._text(index, name, choice.get(output) or "", tokens)
+                text, at = choice.get(output) or "", (index, name)
+                if at in heard and not text.startswith(self._texts[at].sent):
+                    text = self._texts[at].sent
+                pieces += self._text(index, name, text, tokens)
                 tokens = ()
             calls = [{"index": i, **c} for i, c in enumerate(choice.get("tool_calls") or ())]
             pieces += self._call_pieces(index, [c for c in calls if self._lacks(index, c)])
