@@ -71,7 +71,7 @@ class Piece:
     field: str
     """``content``, ``reasoning`` or ``tool_calls``."""
     value: Any
-    logprobs: list[Any] = field(default_factory=list)
+    logprobs: Sequence[Any] = ()
     """Of the tokens that have come with it, as the engine gives them."""
 
 
@@ -138,8 +138,10 @@ class JobStream:
         return []
 
     def _begin_anew(self) -> None:
-        for grown in (*self._texts.values(), *self._calls.values(), *self._tokens.values()):
-            grown.said = 0
+        for text in (*self._texts.values(), *self._calls.values()):
+            text.said = 0
+        for tokens in self._tokens.values():
+            tokens.said = 0
 
     def _text(self, index: int, name: str, said: str, logprobs: Sequence[Any] = ()) -> list[Piece]:
         new = self._texts.setdefault((index, name), _Text()).take(said)
@@ -214,7 +216,7 @@ async def chat_chunks(
                 yield None
             elif isinstance(piece, Piece):
                 delta = {piece.field: piece.value} if piece.value else {}
-                tokens = answers.chat_logprobs(piece.logprobs or None, asked)
+                tokens = answers.chat_logprobs(list(piece.logprobs) or None, asked)
                 yield chunk(piece.index, delta, logprobs=tokens)
             else:
                 for choice in answers.choices_of(piece.record, stream.model):
@@ -260,7 +262,7 @@ async def completion_chunks(
                 if piece.field == "content":
                     at = (job, piece.index)
                     tokens = answers.completion_logprobs(
-                        piece.logprobs or None, asked, offsets.get(at, 0)
+                        list(piece.logprobs) or None, asked, offsets.get(at, 0)
                     )
                     if tokens is not None:
                         offsets[at] = tokens["text_offset"][-1] + len(tokens["tokens"][-1])
