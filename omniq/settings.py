@@ -58,6 +58,20 @@ class Settings(BaseSettings):
         description="More model names of the OpenAI-compatible routes, and the pipeline each means "
         "(JSON object); pipeline names are model names anyway.",
     )
+    openai_role: str = Field(
+        "assistant", min_length=1, description="Role of answers on the OpenAI-compatible routes."
+    )
+    openai_tokens_as_ids: bool = Field(
+        False, description="Log probabilities there name tokens as 'token_id:N'."
+    )
+    openai_always_usage: bool = Field(
+        False, description="Streams there end with usage, asked for or not."
+    )
+    openai_keep_alive: float = Field(
+        15.0,
+        ge=0,
+        description="Seconds without news after which streams there send a comment; 0: never.",
+    )
     max_prompt_chars: int = Field(
         100_000, gt=0, description="Longest text input that any pipeline accepts."
     )

@@ -16,6 +16,8 @@ from __future__ import annotations
 import logging
 from importlib.metadata import EntryPoint, entry_points
 
+from omniq import vllm_orphans
+
 logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "omniq.vllm_models"
@@ -28,9 +30,12 @@ class OmniPlugin:
     def register() -> None:
         """Register every declared model; what has been registered already stays as it is.
 
+        An engine process of an omniq worker also begins to watch that worker.
+
         An entry point that is wrong is skipped with a warning: it must not keep vLLM from serving
         other models.
         """
+        vllm_orphans.end_with_parent()
         models = OmniPlugin.models()
         if not models:
             return

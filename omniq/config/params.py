@@ -73,6 +73,15 @@ class RepetitionDetection(BaseModel):
     min_count: int = Field(ge=2)
 
 
+#: Beside one function.
+TOOL_CHOICES = ("none", "auto", "required")
+
+
+def _function_name(tool: dict[str, Any]) -> Any:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else None
+
+
 class ARParams(StageParams):
     """Parameters of an autoregressive stage: vLLM's ``SamplingParams`` by vLLM's own names.
 
@@ -127,10 +136,29 @@ class ARParams(StageParams):
     tools: list[dict[str, Any]] | None = Field(
         None, max_length=128, description="Functions the model may call, as in OpenAI's API."
     )
+    tool_choice: str | dict[str, Any] | None = Field(
+        None,
+        description="'auto' (the default where there are tools), 'none', 'required', or "
+        "{type: function, function: {name}}.",
+    )
+    parallel_tool_calls: bool | None = Field(None, description="More than one call an answer.")
     chat_template_kwargs: dict[str, Any] | None = None
     lora: str | None = Field(None, min_length=1, description="One of the stage's lora_modules.")
     dimensions: int | None = Field(None, ge=1, description="Of embeddings (pooling stages).")
     use_activation: bool | None = Field(None, description="Normalise (pooling stages).")
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _one_of_the_tools(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None or value == "none" or "tools" not in info.data:
+            return value
+        names = [_function_name(tool) for tool in info.data["tools"] or ()]
+        allowed = [*TOOL_CHOICES, *({"type": "function", "function": {"name": n}} for n in names)]
+        if value not in allowed:
+            raise ValueError(f"must be one of {', '.join(map(str, allowed))}")
+        if not names:
+            raise ValueError("needs tools")
+        return value
 
     @field_validator("min_tokens")
     @classmethod

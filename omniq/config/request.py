@@ -79,7 +79,7 @@ def _text_fault(spec: InputConfig, value: Any) -> str | None:
 def _messages_fault(spec: InputConfig, value: Any) -> str | None:
     if not isinstance(value, list) or not value:
         return "must be a list of messages"
-    texts = []
+    texts, media = [], False
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"message {i} must be an object with a 'role'"
@@ -91,10 +91,13 @@ def _messages_fault(spec: InputConfig, value: Any) -> str | None:
                 return f"a part of message {i} must be an object with a 'type'"
             if part["type"] == "text":
                 texts.append(part.get("text") or "")
+            else:
+                media = True
     if any(not isinstance(text, str) for text in texts):
         return "'text' of a part must be a string"
-    # Media within are bounded by the size of the request.
-    return _text_fault(spec, "".join(texts))
+    # Media within are bounded by the size of the request, and may stand without words.
+    text = "".join(texts)
+    return None if media and not text.strip() else _text_fault(spec, text)
 
 
 def _token_ids_fault(spec: InputConfig, value: Any) -> str | None:

@@ -27,7 +27,11 @@ from omniq.engines.text import PromptEncoder, TextStream
 from omniq.errors import ConfigError, OmniqError
 
 ENGINE_ARGS = frozenset(
-    {"chat_template", "attn_implementation", "generation_config", "max_model_len"}
+    {
+        *("chat_template", "custom_chat_template", "chat_template_content_format"),
+        *("default_chat_template_kwargs", "attn_implementation", "generation_config"),
+        "max_model_len",
+    }
 )
 #: Names in a generation config that are sampling parameters, as vLLM takes them from there.
 RECOMMENDED = {
@@ -124,7 +128,11 @@ class TransformersAREngine(Engine):
             options["attn_implementation"] = args["attn_implementation"]
         with loading(self.stage, folder):
             self._encoder = PromptEncoder(
-                tokenizer_folder(folder), chat_template=bool(args.get("chat_template", True))
+                tokenizer_folder(folder),
+                chat_template=bool(args.get("chat_template", True)),
+                template=args.get("custom_chat_template"),
+                content_format=args.get("chat_template_content_format", "auto"),
+                variables=args.get("default_chat_template_kwargs"),
             )
             model = AutoModelForCausalLM.from_pretrained(folder, **options)
         with engine_faults(f"loading {folder}"):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from omniq import vllm_orphans
 from omniq.engines.base import Emit, Engine, NullEmit, StageInput, StageOutput, StageRequest
 from omniq.engines.loading import loading, part_folder, tokenizer_folder
 from omniq.engines.text import PromptEncoder
@@ -100,7 +101,13 @@ class VLLMAREngine(Engine):
             tokenizer = tokenizer_folder(folder)
             pooling = given.get("runner") == "pooling"
             chat = self._own.chat_template and not pooling
-            encoder = PromptEncoder(tokenizer, chat_template=chat)
+            encoder = PromptEncoder(
+                tokenizer,
+                chat_template=chat,
+                template=self._own.custom_chat_template,
+                content_format=self._own.chat_template_content_format,
+                variables=self._own.default_chat_template_kwargs,
+            )
             complete = arguments.complete(
                 self.stage,
                 self._own,
@@ -110,7 +117,12 @@ class VLLMAREngine(Engine):
                 max_in_flight=self.max_in_flight,
                 on_cpu=self.device == "cpu",
             )
-            config = v.AsyncEngineArgs(**complete).create_engine_config()
+            try:
+                config = v.AsyncEngineArgs(**complete).create_engine_config()
+            except RuntimeError as exc:  # as a reasoning parser that misses its tokens
+                raise ConfigError(
+                    f"stage {self.stage.stage_id!r}: vLLM refuses the engine arguments: {exc}"
+                ) from exc
         self._check(config)
         if self._options is not None:
             scheduler.use(config)
@@ -118,25 +130,41 @@ class VLLMAREngine(Engine):
         self._pooling = model.runner_type == "pooling"
         self._defaults = {} if self._pooling else dict(model.get_diff_sampling_param())
         self._parsers = Parsers(
-            encoder.tokenizer, given.get("reasoning_parser"), self._own.tool_call_parser
+            encoder.tokenizer,
+            given.get("reasoning_parser"),
+            self._own.tool_call_parser,
+            model_config=model,
+            strict=self._own.tool_strict_level,
+            variables=self._own.default_chat_template_kwargs,
         )
+        vllm_orphans.claim()
+        try:
+            self._engine = v.AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        except (RuntimeError, ValueError) as exc:
+            raise EngineDead(f"stage {self.stage.stage_id!r}: vLLM did not start: {exc}") from exc
         self._limits = ModelLimits(
             context=int(model.max_model_len),
             vocabulary=int(model.get_vocab_size()),
             hidden=int(model.get_hidden_size()),
             dtype=model.dtype,
             embeds=bool(model.enable_prompt_embeds),
-            multimodal=bool(model.is_multimodal_model),
+            media=self._media(),
         )
-        self._reader = PromptReader(encoder, self._limits)
+        self._reader = PromptReader(
+            encoder,
+            self._limits,
+            lambda kind, number: _placeholder(model, kind, number),
+            hide_unused_tools=self._own.exclude_tools_when_tool_choice_none,
+        )
         self._loras = {
             name: v.LoRARequest(name, number, str(path))
             for number, (name, path) in enumerate(self._own.lora_modules.items(), 1)
         }
-        try:
-            self._engine = v.AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-        except (RuntimeError, ValueError) as exc:
-            raise EngineDead(f"stage {self.stage.stage_id!r}: vLLM did not start: {exc}") from exc
+
+    def _media(self) -> dict[str, int]:
+        """How many items of each kind of media the model takes in a prompt."""
+        processor = self._engine.renderer.mm_processor
+        return {} if processor is None else dict(processor.info.allowed_mm_limits)
 
     def _check(self, config: Any) -> None:
         where = f"stage {self.stage.stage_id!r}"
@@ -237,6 +265,8 @@ class VLLMAREngine(Engine):
         sampling = self._sampling(prompt, params, parser, stream=each)
         generation = Generation(sampling.max_tokens, sampling.n, emit, parser, stream=stream)
         chunks = _Chunks(self, options["request_id"], generation, emit)
+        if parser is not None:
+            options = {**options, **parser.reasoning(prompt.ids)}
         with self._refusals(prompt, generation):
             try:
                 async for output in self._engine.generate(prompt.engine_input, sampling, **options):
@@ -247,8 +277,10 @@ class VLLMAREngine(Engine):
                 generation.quiet()
         for answer in generation.sequences:
             if answer.finish_reason not in FINISHED:
-                if params.get("structured_outputs") and not answer.tokens:
-                    raise refused("structured_outputs", "the grammar cannot be compiled")
+                if sampling.structured_outputs and not answer.tokens:
+                    forced = parser is not None and parser.forces_a_call
+                    name = "tools" if forced else "structured_outputs"
+                    raise refused(name, "the grammar cannot be compiled")
                 raise EngineError(
                     f"stage {self.stage.stage_id!r}: vLLM ended with {answer.finish_reason!r}"
                 )
@@ -271,6 +303,8 @@ class VLLMAREngine(Engine):
             more["skip_reading_prefix_cache"] = True  # states of cached positions are not computed
         if parser is not None and parser.special_tokens:
             more["skip_special_tokens"] = False
+        if parser is not None and parser.structured_outputs is not None:
+            more["structured_outputs"] = parser.structured_outputs
         if self._own.text_encoder:
             params, room = {"temperature": 0.0}, 1
         return sampling_params(
@@ -343,6 +377,13 @@ class _Chunks:
             rows = self._collector.rows(self._id)[new]
             states = self._options.shaped(torch.cat(rows))
             await self._emit.achunk("hidden_states", tensors={"hidden_states": states}, last=last)
+
+
+def _placeholder(model_config: Any, kind: str, number: int) -> str | None:
+    """How the model's prompt has media; the class is imported only where a template needs it."""
+    model: Any = contract.names().get_model_cls(model_config)
+    word: str | None = model.get_placeholder_str(kind, number)
+    return word
 
 
 _POOLING_TASKS = ("embed", "classify", "token_embed", "token_classify")

@@ -13,6 +13,8 @@ from omniq.errors import EngineError, InvalidRequest
 
 #: Parameters of the chat template, not of sampling.
 PROMPT_PARAMS = ("tools", "chat_template_kwargs")
+#: What a request may say of tools that are not forced: the engine reads no calls out of its text.
+UNFORCED = {"tool_choice": ("auto", "none"), "parallel_tool_calls": (True,)}
 
 # Below this a distribution is its argmax in float32 (vLLM draws the line at the same place).
 GREEDY_BELOW = 1e-5
@@ -47,7 +49,11 @@ class Sampling:
         Raises:
             InvalidRequest: naming each parameter that this sampler has not.
         """
-        known = {k: v for k, v in params.items() if v is not None and k not in PROMPT_PARAMS}
+        known = {
+            k: v
+            for k, v in params.items()
+            if v is not None and k not in PROMPT_PARAMS and v not in UNFORCED.get(k, ())
+        }
         if unknown := [k for k in known if k not in cls.__slots__]:
             allowed = ", ".join([*cls.__slots__, *PROMPT_PARAMS])
             message = f"the stage's engine (transformers) does not have it; allowed: {allowed}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 
@@ -15,21 +16,70 @@ from omniq.errors import ConfigError, InvalidRequest
 _INCOMPLETE = "\ufffd"
 #: Inputs that are a text prompt; a request has exactly one.
 PROMPTS = ("prompt", "messages", "token_ids")
+#: Variables of a chat template that are not a request's or a stage's to set.
+RESERVED = frozenset({"tokenize", "tools", "conversation", "return_dict", "return_tensors"})
+
+ContentFormat = Literal["auto", "string", "openai"]
 
 
 class PromptEncoder:
-    """Prompts to token ids; not thread-safe, as tokenizers are not."""
+    """Prompts to token ids; not thread-safe, as tokenizers are not.
 
-    def __init__(self, folder: Path, *, chat_template: bool) -> None:
+    Args:
+        folder: of the tokenizer.
+        chat_template: whether a text prompt is a user turn.
+        template: a file with a chat template, or the template itself, instead of the model's.
+        content_format: whether the template reads a message's content as text (``string``) or as
+            OpenAI's list of parts (``openai``); ``auto`` tries what it shows.
+        variables: of the template, as far as a request does not set them.
+
+    Attributes:
+        takes_parts: the template reads lists of parts, and so has a place for media.
+
+    Raises:
+        ConfigError: there is no template, or a variable is reserved.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        chat_template: bool,
+        template: str | None = None,
+        content_format: ContentFormat = "auto",
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
         from transformers import AutoTokenizer  # noqa: PLC0415 - slow import, first engine pays
 
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._chat = chat_template
+        self._variables = dict(variables or {})
+        if wrong := sorted(RESERVED & set(self._variables)):
+            raise ConfigError(
+                f"engine_args.default_chat_template_kwargs: cannot be set: {', '.join(wrong)}"
+            )
+        if template is not None:
+            self.tokenizer.chat_template = _template(template)
+        elif not self.tokenizer.chat_template:
+            self.tokenizer.chat_template = _processors_template(folder)
         if chat_template and not self.tokenizer.chat_template:
             raise ConfigError(
                 f"the tokenizer in {folder} has no chat template; "
                 "set engine_args {chat_template: false} to pass prompts as they are"
             )
+        self._text_as_parts = content_format == "openai"
+        self.takes_parts = content_format != "string"
+        if content_format == "auto" and self.tokenizer.chat_template:
+            self.takes_parts = self._shows([{"type": "text", "text": _PROBE}])
+            self._text_as_parts = self.takes_parts and not self._shows(_PROBE)
+
+    def _shows(self, content: Any) -> bool:
+        """Whether the template writes such a content's text, and nothing of its form."""
+        try:
+            text = self._rendered([{"role": "user", "content": content}], None, self._variables)
+        except (TemplateError, TypeError, ValueError, KeyError):
+            return False
+        return _PROBE in text and "'type'" not in text and '"type"' not in text
 
     def encode(self, prompt: str, context: int) -> list[int]:
         """Token ids of ``prompt``, as one user turn that the model is to answer.
@@ -78,21 +128,44 @@ class PromptEncoder:
         if not self.tokenizer.chat_template:
             raise _refused(field, "the model has no chat template")
         check_messages(messages, field)
-        reserved = {"tokenize", "tools", "conversation", "return_dict", "return_tensors"}
-        if wrong := sorted(reserved & set(options or ())):
+        if wrong := sorted(RESERVED & set(options or ())):
             raise _refused("chat_template_kwargs", f"cannot be set: {', '.join(wrong)}")
-        settings = {"add_generation_prompt": True, **(options or {})}
+        settings = {**self._variables, **(options or {})}
+        plain = [
+            _with_objects({**m, "content": self._content(m.get("content"))}, field)
+            for m in messages
+        ]
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    [dict(m) for m in messages],
-                    tools=list(tools) if tools else None,
-                    tokenize=False,
-                    **settings,
-                )
-            )
+            return self._rendered(plain, tools, settings)
         except (TemplateError, TypeError, ValueError, KeyError) as exc:
             raise _refused(field, f"the chat template refuses them: {exc}") from exc
+
+    def _rendered(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        settings: Mapping[str, Any],
+    ) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                messages,
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                **{"add_generation_prompt": True, **settings},
+            )
+        )
+
+    def _content(self, content: Any) -> Any:
+        """A message's content in the form that the template reads; none is an empty one."""
+        if content is None:
+            return [] if self._text_as_parts else ""
+        if isinstance(content, str) and self._text_as_parts:
+            return [{"type": "text", "text": content}]
+        if isinstance(content, list) and not self._text_as_parts:
+            texts = [_text_of_part(part) for part in content]
+            if None not in texts:
+                return "\n".join(text for text in texts if text is not None)
+        return content
 
     def read(
         self, inputs: Mapping[str, StageInput], params: Mapping[str, Any], context: int
@@ -131,6 +204,71 @@ class PromptEncoder:
                 field, f"must have 1 to {context - 1} tokens for this model, has {len(ids)}"
             )
         return list(ids)
+
+
+#: A text that no template writes by itself.
+_PROBE = "omniq\u2026probe"
+
+
+def is_template(text: str) -> bool:
+    """Whether ``text`` is a chat template, not the name of a file with one."""
+    return "{{" in text or "{%" in text
+
+
+def _template(given: str) -> str:
+    """The chat template that ``given`` names, or is.
+
+    Raises:
+        ConfigError: it is neither a file nor a template.
+    """
+    if is_template(given):
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as exc:
+        raise ConfigError(
+            f"engine_args.custom_chat_template: {given!r} is neither a template nor a file that "
+            f"can be read: {exc}"
+        ) from exc
+
+
+def _processors_template(folder: Path) -> str | None:
+    """Where older multimodal models keep theirs."""
+    file = folder / "chat_template.json"
+    if not file.is_file():
+        return None
+    found = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+    return found if isinstance(found, str) else None
+
+
+def _text_of_part(part: Any) -> str | None:
+    if isinstance(part, Mapping) and part.get("type") == "text":
+        text = part.get("text")
+        return text if isinstance(text, str) else None
+    return None
+
+
+def _with_objects(message: dict[str, Any], field: str) -> dict[str, Any]:
+    """``message`` with the arguments of its tool calls as objects, as templates read them.
+
+    OpenAI's API has them as JSON text.
+    """
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    plain = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise _refused(field, "each of tool_calls must be an object with a 'function'")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError as exc:
+                raise _refused(field, f"'arguments' of a tool call are no JSON: {exc}") from exc
+        plain.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": plain}
 
 
 def token_ids(inputs: Mapping[str, StageInput], vocabulary: int) -> list[int]:

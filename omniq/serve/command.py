@@ -66,6 +66,8 @@ class OmniServeCommand:
             env["OMNIQ_API_PORT"] = str(self.flags.port)
         if self.flags.api_keys:
             env["OMNIQ_API_KEYS"] = json.dumps(self.flags.api_keys)
+        for name, value in self.flags.settings.items():
+            env[f"OMNIQ_{name.upper()}"] = str(value)
         if "max_prompt_chars" not in settings.model_fields_set:
             env["OMNIQ_MAX_PROMPT_CHARS"] = str(LONGEST_PROMPT)
         return env

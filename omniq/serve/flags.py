@@ -9,13 +9,16 @@ refused.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
 from omniq.engines.registry import vllm_installed
+from omniq.engines.text import is_template
 from omniq.engines.vllm import contract
 from omniq.errors import ConfigError
 
@@ -23,8 +26,27 @@ ENGINES = ("auto", "vllm", "transformers")
 KNOWN_PORTS = range(1, 65536)
 USAGE = "omniq serve MODEL [options]"
 
-#: Options of vLLM's HTTP server that the AR stage takes as engine arguments.
-STAGE_OPTIONS = frozenset({"lora_modules", "tool_call_parser"})
+#: Options of vLLM's HTTP server that the AR stage takes as engine arguments, by their names there.
+STAGE_OPTIONS = {
+    "chat_template": "custom_chat_template",
+    **{
+        name: name
+        for name in (
+            *("chat_template_content_format", "default_chat_template_kwargs"),
+            *("exclude_tools_when_tool_choice_none", "lora_modules", "tool_call_parser"),
+            *("tool_parser_plugin", "tool_strict_level"),
+        )
+    },
+}
+#: Engine arguments that name a file: seen from the worker.
+FILES = ("custom_chat_template", "tool_parser_plugin", "reasoning_parser_plugin")
+#: Options of vLLM's HTTP server that are settings of omniq's API.
+API_OPTIONS = {
+    "response_role": "openai_role",
+    "return_tokens_as_token_ids": "openai_tokens_as_ids",
+    "enable_force_include_usage": "openai_always_usage",
+    "sse_keep_alive_interval": "openai_keep_alive",
+}
 #: Options of vLLM's HTTP server that change nothing a client sees: accepted, without effect.
 WITHOUT_EFFECT = frozenset(
     {
@@ -41,8 +63,49 @@ WITHOUT_EFFECT = frozenset(
 OURS = frozenset({"host", "port", "api_key", "served_model_name"})
 #: Of vLLM's parser, not its server: where the model is named, and where more flags are.
 PARSERS_OWN = frozenset({"model", "model_tag", "config", "omni", "engine"})
-#: What a parser of tool calls is there for anyway.
-IMPLIED = frozenset({"enable_auto_tool_choice"})
+#: What is so anyway: calls are read where there is a parser, and usage tells cached tokens.
+IMPLIED = frozenset({"enable_auto_tool_choice", "enable_prompt_tokens_details"})
+_PROXY = "let a reverse proxy in front of the API do it"
+_ROUTES = "omniq's API has no such routes"
+_REPLICAS = "run more workers or API processes: docs/operating.md"
+_DOCS = "the API's documentation is always there, at /docs, and needs no network"
+_FINGERPRINT = "answers have no system_fingerprint"
+#: Why the others are refused.
+REFUSED = {
+    **dict.fromkeys(("allow_credentials", "allowed_headers", "allowed_methods"), _PROXY),
+    **dict.fromkeys(("allowed_origins", "root_path", "uds", "enable_ssl_refresh"), _PROXY),
+    **dict.fromkeys(("ssl_ca_certs", "ssl_cert_reqs", "ssl_certfile", "ssl_ciphers"), _PROXY),
+    **dict.fromkeys(("ssl_keyfile", "h11_max_header_count"), _PROXY),
+    "h11_max_incomplete_event_size": "OMNIQ_MAX_BODY_BYTES bounds what the API reads",
+    "middleware": "omniq's API loads no foreign code; " + _PROXY,
+    "enable_request_id_headers": "every answer's `id` names its job",
+    **dict.fromkeys(("disable_fastapi_docs", "enable_offline_docs"), _DOCS),
+    **dict.fromkeys(("fingerprint_mode", "fingerprint_value"), _FINGERPRINT),
+    **dict.fromkeys(("api_server_count", "headless", "data_parallel_supervisor_port"), _REPLICAS),
+    **dict.fromkeys(
+        (
+            *("dp_supervisor_probe_failure_threshold", "dp_supervisor_probe_interval_s"),
+            "dp_supervisor_probe_timeout_s",
+        ),
+        _REPLICAS,
+    ),
+    **dict.fromkeys(
+        (
+            *("anthropic_disabled_thinking_effort", "cohere_format", "cohere_is_reasoning_model"),
+            *(
+                "enable_flash_late_interaction",
+                "enable_scale_out",
+                "enable_tokenizer_info_endpoint",
+            ),
+            *("enable_server_load_tracking", "grpc", "grpc_port", "tokens_only", "tool_server"),
+        ),
+        _ROUTES,
+    ),
+    "enable_per_request_metrics": "a job's metrics are in its record, GET /v1/jobs/ID",
+    "trust_request_chat_template": "requests cannot bring a chat template; see --chat-template",
+    "trust_request_mm_kwargs": "requests cannot set the processing of media; see "
+    "--mm-processor-kwargs",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +122,8 @@ class ServeFlags:
     api_keys: tuple[str, ...] = ()
     served_names: tuple[str, ...] = ()
     engine_args: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    """omniq's settings by their names."""
     without_effect: tuple[str, ...] = ()
     """Given flags that change nothing here, as they are typed."""
 
@@ -83,12 +148,12 @@ def parse(args: Sequence[str]) -> ServeFlags:
     port = given.get("port")
     if port is not None and port not in KNOWN_PORTS:
         raise ConfigError(f"--port: must be 1 to 65535; got {port}")
-    known = engine_names | STAGE_OPTIONS | WITHOUT_EFFECT | OURS | PARSERS_OWN | IMPLIED
-    if refused := sorted(set(given) - known):
-        raise ConfigError(
-            f"{', '.join(map(_flag, refused))}: omniq's API has no such option",
-            hint="vLLM's own server has it: run `vllm serve` without --omni",
+    accepted = (STAGE_OPTIONS, API_OPTIONS, WITHOUT_EFFECT, OURS, PARSERS_OWN, IMPLIED)
+    if refused := sorted(set(given).difference(engine_names, *accepted)):
+        why = "; ".join(
+            f"{_flag(name)}: {REFUSED.get(name, 'omniq has no such option')}" for name in refused
         )
+        raise ConfigError(why, hint="vLLM's own server has it: run `vllm serve` without --omni")
     return ServeFlags(
         model=model,
         engine=given.get("engine", "auto"),
@@ -97,12 +162,13 @@ def parse(args: Sequence[str]) -> ServeFlags:
         api_keys=tuple(given.get("api_key") or ()),
         served_names=tuple(_list(given.get("served_model_name"))),
         engine_args={
-            name: _json(name, value)
+            STAGE_OPTIONS.get(name, name): _json(STAGE_OPTIONS.get(name, name), value)
             for name, value in given.items()
-            if name in engine_names | STAGE_OPTIONS
+            if (name in engine_names or name in STAGE_OPTIONS)
             and name not in OURS | PARSERS_OWN
             and name not in WITHOUT_EFFECT
         },
+        settings={API_OPTIONS[name]: value for name, value in given.items() if name in API_OPTIONS},
         without_effect=tuple(_flag(n) for n in sorted(WITHOUT_EFFECT & set(given))),
     )
 
@@ -148,6 +214,13 @@ def _own_parsers() -> tuple[_Parsers, frozenset[str]]:
     serve.add_argument("--max-model-len", type=int, help="Tokens of prompt and answer.")
     serve.add_argument("--max-num-seqs", type=int, help="Requests in one forward pass.")
     serve.add_argument("--generation-config", help="auto, vllm, or a folder.")
+    serve.add_argument("--chat-template", help="A file, or the template itself.")
+    serve.add_argument("--chat-template-content-format", choices=("auto", "string", "openai"))
+    serve.add_argument("--default-chat-template-kwargs", type=json.loads, metavar="JSON")
+    serve.add_argument("--response-role", help="Role of answers.")
+    serve.add_argument("--enable-force-include-usage", action="store_true")
+    serve.add_argument("--return-tokens-as-token-ids", action="store_true")
+    serve.add_argument("--sse-keep-alive-interval", type=int, help="Seconds.")
     engine = frozenset({"dtype", "max_model_len", "max_num_seqs", "generation_config"})
     return _Parsers(top, serve), engine
 
@@ -203,6 +276,14 @@ def _json(name: str, value: Any) -> Any:
     """
     if name == "lora_modules" and isinstance(value, list):
         return {adapter.name: adapter.path for adapter in value}
+    if name in FILES and value:
+        path = Path(value)
+        if name == "custom_chat_template" and is_template(value):
+            return value
+        if not path.is_file():
+            flag = next((f for f, arg in STAGE_OPTIONS.items() if arg == name), name)
+            raise ConfigError(f"{_flag(flag)}: no file {value}")
+        return str(path.resolve())
     if not _plain(value):
         raise ConfigError(f"{_flag(name)}: cannot be passed on to a worker: {value!r}")
     return list(value) if isinstance(value, tuple) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,114 @@ async def test_reasoning_and_tool_calls_go_through(
     }
 
 
+async def test_a_whole_text_that_is_written_otherwise_adds_nothing(
+    client: httpx.AsyncClient, store: JobStore
+) -> None:
+    """Parsers strip what stands between reasoning and answer only where they see both."""
+    asking = await streamed(client)
+    job = await only_job(store)
+    fence = await begin(store, job, "ar")
+    await store.delta(job, "ar", fence, "reasoning", {"text": "hm\n"})
+    await store.delta(job, "ar", fence, "text", {"text": "\n\nyes"})
+    assert await store.finish_stage(job, "ar", fence, result("yes", reasoning="hm"))
+    found = [c["choices"][0] for c in chunks(await asking)]
+    assert "".join(c["delta"].get("content", "") for c in found) == "\n\nyes"
+    assert "".join(c["delta"].get("reasoning", "") for c in found) == "hm\n"
+    assert found[-1]["finish_reason"] == "stop"
+
+
+def call_piece(arguments: str, **head: Any) -> dict[str, Any]:
+    """A piece of the first call, as vLLM's parsers give it."""
+    function = {**({"name": "f"} if head else {}), "arguments": arguments}
+    return {"tool_calls": [{"index": 0, **head, "function": function}]}
+
+
+async def test_calls_of_a_run_that_is_begun_anew_are_not_said_twice(
+    client: httpx.AsyncClient, store: JobStore
+) -> None:
+    """The id is the first run's; arguments go on where the client is."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asking = await streamed(client, tools=tools)
+    job = await only_job(store)
+    for number, pieces in enumerate((['{"a"'], ["{", '"a": ', "1"])):
+        fence = await begin(store, job, "ar")
+        head: dict[str, Any] = {"id": f"c{number}", "type": "function"}
+        for piece in pieces:
+            await store.delta(job, "ar", fence, "tool_calls", call_piece(piece, **head))
+            head = {}
+        if number == 0:
+            await store.release_stage(job, "ar", fence)
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    assert await store.finish_stage(job, "ar", fence, result("", tool_calls=[call]))
+    found = [c["choices"][0] for c in chunks(await asking)]
+    calls = [call for c in found for call in c["delta"].get("tool_calls", ())]
+    assert "".join(c["function"]["arguments"] for c in calls) == '{"a": 1}'
+    assert [c["id"] for c in calls if "id" in c] == ["c0"]
+    assert [c["function"]["name"] for c in calls if "name" in c["function"]] == ["f"]
+    assert found[-1]["finish_reason"] == "tool_calls"
+
+
+def token(text: str) -> dict[str, Any]:
+    """A token's log probability, as engines give it."""
+    one = {"token_id": 5, "token": text, "logprob": -0.5, "rank": 1}
+    return {**one, "top_logprobs": [one]}
+
+
+@pytest.mark.parametrize("chat", [True, False])
+async def test_log_probabilities_come_with_their_pieces(
+    client: httpx.AsyncClient, store: JobStore, chat: bool
+) -> None:
+    """Each once, over a run that is begun anew, tokens without text, and what only the end says."""
+    path, body = "/v1/chat/completions", {**BODY, "logprobs": True, "top_logprobs": 1}
+    if not chat:
+        path, body = "/v1/completions", {"model": "lm", "prompt": "hello", "logprobs": 1}
+    asking = asyncio.create_task(client.post(path, json={**body, "stream": True}))
+    job = await only_job(store)
+    for number, pieces in enumerate(([["a"]], [["a", "b"], ["c"]])):
+        fence = await begin(store, job, "ar")
+        for piece in pieces:
+            said = "" if piece == ["c"] else "".join(piece)  # may begin a stop string
+            value = {"text": said, "logprobs": [token(t) for t in piece]}
+            await store.delta(job, "ar", fence, "text", value)
+        if number == 0:
+            await store.release_stage(job, "ar", fence)
+    made = result("abcd", logprobs=[token(t) for t in "abcd"])
+    assert await store.finish_stage(job, "ar", fence, made)
+    found = [c["choices"][0] for c in chunks(await asking)]
+    pairs = []
+    for choice in found[:-1]:
+        logprobs = choice["logprobs"]
+        if chat:
+            pairs.append((choice["delta"].get("content", ""), logprobs["content"]))
+        else:
+            pairs.append((choice["text"], logprobs["tokens"]))
+    texts = [(t, [x["token"] if chat else x for x in tokens]) for t, tokens in pairs]
+    assert texts == [("a", ["a"]), ("b", ["b"]), ("", ["c"]), ("cd", ["d"])]
+    assert found[-1]["logprobs"] is None
+    if not chat:
+        assert [c["logprobs"]["text_offset"] for c in found[:-1]] == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("sometimes", "must be one of none, auto, required"),
+        ({"type": "function", "function": {"name": "g"}}, "must be one of .*'name': 'f'"),
+        ({"type": "custom"}, "must be one of"),
+    ],
+)
+async def test_a_tool_choice_that_there_is_not(
+    client: httpx.AsyncClient, choice: Any, message: str
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {**BODY, "tools": tools, "tool_choice": choice}
+    response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "tool_choice"
+    assert re.search(message, error["message"])
+
+
 async def test_openais_fields_become_the_stages_parameters(
     client: httpx.AsyncClient, store: JobStore
 ) -> None:
@@ -184,7 +293,8 @@ async def test_openais_fields_become_the_stages_parameters(
         "logit_bias": {"5": 1.5},
         "stop": "end",
         "user": "ada",
-        "tool_choice": "none",
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "parallel_tool_calls": False,
         "tools": [{"type": "function", "function": {"name": "f"}}],
     }
     asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
@@ -196,6 +306,7 @@ async def test_openais_fields_become_the_stages_parameters(
         "logprobs": 3,
         "logit_bias": {"5": 1.5},
         "stop": "end",
+        **{name: body[name] for name in ("tools", "tool_choice", "parallel_tool_calls")},
     }
     assert spec.inputs == {"messages": BODY["messages"]}
     assert spec.metadata == {"user": "ada"}

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omniq.config import get_pipeline
-from omniq.config.request import validate_request
+from omniq.config.pipeline import InputConfig
+from omniq.config.request import _FAULT, validate_request
 from omniq.errors import InvalidRequest
 from omniq.submit import make_spec
 
@@ -131,6 +132,51 @@ def test_parameters_of_vllm_by_its_names() -> None:
     complete = check(PROMPT, given)
     assert complete["ar"].items() >= given.items()
     assert not set(complete["dit"]) & set(given)
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools", "message"),
+    [
+        ("none", [], None),
+        ("auto", ["paint"], None),
+        ("required", ["paint"], None),
+        ({"type": "function", "function": {"name": "paint"}}, ["paint", "wipe"], None),
+        ("required", [], "needs tools"),
+        ("perhaps", ["paint"], "must be one of none, auto, required"),
+        ({"type": "function", "function": {"name": "draw"}}, ["paint"], "must be one of"),
+        ({"function": {"name": "paint"}}, ["paint"], "must be one of"),
+    ],
+)
+def test_a_tool_choice_is_among_the_tools(
+    choice: Any, tools: list[str], message: str | None
+) -> None:
+    given = [{"type": "function", "function": {"name": name}} for name in tools]
+    parameters = {"tools": given, "tool_choice": choice}
+    if message is None:
+        assert check(PROMPT, parameters)["ar"]["tool_choice"] == choice
+        return
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        check(PROMPT, parameters)
+    assert [f["field"] for f in caught.value.fields] == ["parameters.tool_choice"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "data:,"}}], None),
+        ([{"type": "image_url"}, {"type": "text", "text": "a"}], None),
+        ([{"type": "image_url"}, {"type": "text", "text": " "}], None),
+        ([{"type": "image_url"}, {"type": "text", "text": "a" * 11}], "1 to 10 characters"),
+        ([{"type": "text", "text": " "}], "must not be blank"),
+        ([], "1 to 10 characters"),
+        ([{"text": "a"}], "with a 'type'"),
+    ],
+)
+def test_a_picture_may_stand_without_words(content: Any, message: str | None) -> None:
+    """What is in it only the engine can say."""
+    spec = InputConfig(type="messages", max_length=10)
+    fault = _FAULT["messages"](spec, [{"role": "user", "content": content}])
+    assert fault is None if message is None else message in (fault or "")
 
 
 def test_all_faults_are_named_together() -> None:

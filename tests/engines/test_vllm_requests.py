@@ -234,12 +234,13 @@ async def test_reasoning_is_read_out_of_the_text(chat_model: Path) -> None:
     parser = Parsers(tokenizer, reasoning="deepseek_r1").of_request({})
     assert parser is not None
     text = "<think>red, then blue</think>A square."
-    whole = parser.sequence().whole(text)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    whole = parser.sequence().whole(text, ids)
     assert (whole.reasoning, whole.text) == ("red, then blue", "A square.")
     reading = parser.sequence()
     pieces = [
-        reading.push(tokenizer.decode([i]), [i])
-        for i in tokenizer(text, add_special_tokens=False)["input_ids"]
+        reading.push(tokenizer.decode([i]), [i], [5], finished=at == len(ids) - 1)
+        for at, i in enumerate(ids)
     ]
     assert "".join(p.reasoning for p in pieces) == "red, then blue"
     assert "".join(p.text for p in pieces) == "A square."
@@ -370,6 +371,13 @@ async def test_cancelled_requests_free_their_blocks(engine: Any) -> None:
         ({"scheduling_policy": "lifo"}, "'lifo' is not allowed; allowed: fcfs, priority"),
         ({"enforce_eager": "yes"}, r"engine_args\.enforce_eager: .* must be true or false"),
         ({"worker_cls": "x.Y"}, "unknown engine_args 'worker_cls'"),
+        (
+            {"structured_outputs_config": {"backend": "none"}},
+            r"engine_args\.structured_outputs_config: .*backend",
+        ),
+        ({"tool_parser_plugin": "/nowhere.py"}, r"engine_args\.tool_parser_plugin: no file"),
+        ({"reasoning_parser": "deepseek_r1"}, "could not locate think start/end tokens"),
+        ({"custom_chat_template": "nowhere"}, "neither a template nor a file"),
         ({"hidden_states": {"positions": "some"}}, r"engine_args\.hidden_states\.positions"),
         ({"tool_call_parser": "nobody"}, "vLLM has no parser 'nobody'; allowed: .*hermes"),
         ({"lora_modules": {"a": "/nowhere"}}, r"lora_modules\.a: no adapter_config\.json"),

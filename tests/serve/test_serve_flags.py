@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from omniq.errors import ConfigError
 from omniq.serve import flags as serve_flags
 from omniq.serve.flags import parse
+from omniq.settings import Settings
 
 needs_vllm = [
     pytest.mark.vllm,
@@ -81,9 +83,59 @@ class TestWithVLLM:
         assert caught.value.code == 2
         assert message in capsys.readouterr().err
 
-    def test_what_omniqs_server_lacks_is_refused_by_name(self) -> None:
-        with pytest.raises(ConfigError, match="--middleware, --ssl-keyfile: omniq's API has no"):
+    def test_what_omniqs_server_lacks_is_refused_by_name_and_with_a_reason(self) -> None:
+        with pytest.raises(ConfigError, match=r"--middleware: .*; --ssl-keyfile: .*reverse proxy"):
             parse(["m", "--ssl-keyfile", "x", "--middleware", "a.b"])
+
+    def test_every_flag_of_vllms_server_is_sorted_once(self) -> None:
+        """What a new vLLM adds is to be thought about."""
+        parsers, engine = serve_flags._vllm_parsers()
+        sorts: tuple[Any, ...] = (
+            *(serve_flags.OURS, serve_flags.STAGE_OPTIONS, serve_flags.API_OPTIONS),
+            *(serve_flags.WITHOUT_EFFECT, serve_flags.IMPLIED, serve_flags.PARSERS_OWN),
+            serve_flags.REFUSED,
+        )
+        for action in parsers.serve._actions:
+            places = sum(action.dest in sort for sort in sorts)
+            engines = action.dest in engine and action.dest not in sorts[0]
+            assert places == 1 or (places == 0 and (engines or action.dest == "help")), action.dest
+
+    def test_the_front_ends_options(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Those of prompts and parsers are the stage's, those of answers settings of the API."""
+        monkeypatch.chdir(tmp_path)
+        for name in ("chat.jinja", "tools.py", "thoughts.py"):
+            Path(name).write_text("")
+        given = parse(
+            [
+                *("m", "--chat-template", "chat.jinja", "--tool-parser-plugin", "tools.py"),
+                *("--reasoning-parser-plugin", "thoughts.py", "--tool-strict-level", "function"),
+                *("--chat-template-content-format", "openai", "--response-role", "robot"),
+                *("--default-chat-template-kwargs", '{"enable_thinking": false}'),
+                *("--exclude-tools-when-tool-choice-none", "--sse-keep-alive-interval", "3"),
+                *("--enable-force-include-usage", "--return-tokens-as-token-ids"),
+                "--enable-prompt-tokens-details",
+            ]
+        )
+        assert given.engine_args == {
+            "custom_chat_template": str(tmp_path / "chat.jinja"),
+            "tool_parser_plugin": str(tmp_path / "tools.py"),
+            "reasoning_parser_plugin": str(tmp_path / "thoughts.py"),
+            "tool_strict_level": "function",
+            "chat_template_content_format": "openai",
+            "default_chat_template_kwargs": {"enable_thinking": False},
+            "exclude_tools_when_tool_choice_none": True,
+        }
+        settings = Settings(**given.settings)
+        assert (settings.openai_role, settings.openai_keep_alive) == ("robot", 3.0)
+        assert settings.openai_always_usage
+        assert settings.openai_tokens_as_ids
+
+    def test_a_template_given_itself_and_a_file_that_is_not_there(self) -> None:
+        template = "{{ messages }}"
+        given = parse(["m", "--chat-template", template])
+        assert given.engine_args == {"custom_chat_template": template}
+        with pytest.raises(ConfigError, match=r"--chat-template: no file none\.jinja"):
+            parse(["m", "--chat-template", "none.jinja"])
 
     def test_no_model(self) -> None:
         with pytest.raises(ConfigError, match="no MODEL given"):

@@ -17,6 +17,7 @@ from support import wait_until
 
 MESSAGES: Any = [{"role": "user", "content": "a red circle above a blue square"}]
 KEY = "sesame"
+TOOL = {"type": "function", "function": {"name": "paint"}}
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +209,8 @@ def test_parameters_beyond_openais_go_by_vllms_names(client: openai.OpenAI) -> N
         ({"nonsense": 1}, "nonsense", "unknown field"),
         ({"stream_options": {"include_usage": True}}, None, "stream: true only"),
         ({"top_logprobs": 2}, None, "logprobs: true only"),
-        ({"tool_choice": "required"}, "tool_choice", "'auto' or 'none'"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "does not have it"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"content": "x"}]}, "messages", "role"),
         ({"messages": [{"role": "user", "content": "x " * 300}]}, "messages", "1 to 255 tokens"),

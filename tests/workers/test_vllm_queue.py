@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import json
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ inputs: {{prompt: {{type: text}}}}
 stages:
   - stage_id: ar
     engine_type: AR
-    engine: vllm
+    engine: "vllm_engines:Counted"
     model: {model}
     dtype: float32
     engine_args: {args}
@@ -58,7 +57,7 @@ async def test_500_requests_go_in_order_and_are_taken_as_there_is_room(
     store: JobStore,
     chat_model: Path,
     unacked: Callable[[], int],
-    queued: Callable[[str], int],
+    notes: Callable[..., list[str]],
 ) -> None:
     """Urgent ones first, first in first out among equals; none is left, none is held in excess."""
     stages.define("ar")
@@ -89,10 +88,9 @@ async def test_500_requests_go_in_order_and_are_taken_as_there_is_room(
     assert 1 < most <= 2 * WINDOW
     wait_until(lambda: unacked() == 0)
     records = [await store.get(job.id) for job in jobs]
-    runs = [record.stages["ar"] for record in records]
-    begun = [(run.started or 0.0, 1) for run in runs]
-    changes = sorted([*begun, *((run.finished or 0.0, -1) for run in runs)])
-    assert 1 < max(accumulate(change for _, change in changes)) <= WINDOW
+    # With so many waiting, both are full at some time; the notes are of each new maximum.
+    assert notes("engine holds")[-1] == f"engine holds {WINDOW}"
+    assert notes("vllm runs")[-1] == f"vllm runs {RUNNING}"
     started = sorted(range(500), key=lambda i: records[i].stages["ar"].started or 0.0)
     place = {i: at for at, i in enumerate(started)}
     wanted = sorted(range(500), key=lambda i: (-priorities[i], i))

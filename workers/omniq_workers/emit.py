@@ -141,19 +141,23 @@ class JobEmit:
 def _joined(last: tuple[str, Any], output: str, value: Any) -> dict[str, Any] | None:
     """Two pieces of text of one output as one; None if they are anything else.
 
-    Where a stage makes several texts at once, ``index`` says which one a piece belongs to.
+    Where a stage makes several texts at once, ``index`` says which one a piece belongs to;
+    ``logprobs`` are a list of the tokens that came with it.
     """
     name, before = last
     if name != output or not (_is_text(before) and _is_text(value)):
         return None
     if before.get("index") != value.get("index"):
         return None
-    return {**before, "text": before["text"] + value["text"]}
+    joined = {**before, "text": before["text"] + value["text"]}
+    if "logprobs" in before or "logprobs" in value:
+        joined["logprobs"] = [*before.get("logprobs", ()), *value.get("logprobs", ())]
+    return joined
 
 
 def _is_text(value: Any) -> bool:
     return (
         isinstance(value, dict)
         and isinstance(value.get("text"), str)
-        and value.keys() <= {"text", "index"}
+        and value.keys() <= {"text", "index", "logprobs"}
     )

@@ -11,6 +11,7 @@ import numpy as np
 from omniq.config.served import ServedModel
 from omniq.errors import InvalidRequest
 from omniq.jobs.model import JobRecord, JobState
+from omniq.settings import get_settings
 from omniq_api.openai_compat.faults import SERVER, OpenAIError
 from omniq_api.openai_compat.mapping import Submission, refused
 
@@ -72,7 +73,7 @@ def chat_completion(record: JobRecord, model: ServedModel) -> dict[str, Any]:
                 "index": c["index"],
                 "message": _message(c),
                 "logprobs": chat_logprobs(c.get("logprobs"), asked(record, model)),
-                "finish_reason": c["finish_reason"],
+                "finish_reason": chat_finish_reason(c, record, model),
             }
             for c in choices_of(record, model)
         ],
@@ -129,13 +130,22 @@ def _vector(record: JobRecord, output: str, form: str) -> list[float] | str:
 
 def _message(choice: dict[str, Any]) -> dict[str, Any]:
     """The assistant's message; whatever the engine has parsed out of the text goes along."""
-    message: dict[str, Any] = {"role": "assistant", "content": choice["text"]}
+    message: dict[str, Any] = {"role": get_settings().openai_role, "content": choice["text"]}
     for name in ("reasoning", "tool_calls"):
         if choice.get(name):
             message[name] = choice[name]
     if message.get("tool_calls") and not message["content"]:
         message["content"] = None
     return message
+
+
+def chat_finish_reason(choice: dict[str, Any], record: JobRecord, model: ServedModel) -> str | None:
+    """``tool_calls`` where the model chose to call; ``stop`` where the function was named."""
+    named = isinstance(record.spec.parameters[model.stage].get("tool_choice"), dict)
+    if choice.get("tool_calls") and choice["finish_reason"] == "stop" and not named:
+        return "tool_calls"
+    reason: str | None = choice["finish_reason"]
+    return reason
 
 
 def asked(record: JobRecord, model: ServedModel) -> int:
@@ -154,18 +164,23 @@ def chat_logprobs(tokens: list[dict[str, Any]] | None, most: int) -> dict[str, A
     }
 
 
-def completion_logprobs(tokens: list[dict[str, Any]] | None, most: int) -> dict[str, Any] | None:
-    """Log probabilities as completions have them: one list for each property."""
+def completion_logprobs(
+    tokens: list[dict[str, Any]] | None, most: int, start: int = 0
+) -> dict[str, Any] | None:
+    """Log probabilities as completions have them: one list for each property.
+
+    ``start`` is where in the answer's text they begin.
+    """
     if tokens is None:
         return None
-    offsets, at = [], 0
+    offsets, at = [], start
     for token in tokens:
         offsets.append(at)
         at += len(token["token"])
     return {
-        "tokens": [t["token"] for t in tokens],
+        "tokens": [_name(t) for t in tokens],
         "token_logprobs": [t["logprob"] for t in tokens],
-        "top_logprobs": [{o["token"]: o["logprob"] for o in _likeliest(t, most)} for t in tokens],
+        "top_logprobs": [{_name(o): o["logprob"] for o in _likeliest(t, most)} for t in tokens],
         "text_offset": offsets,
     }
 
@@ -176,12 +191,17 @@ def _likeliest(token: dict[str, Any], most: int) -> list[dict[str, Any]]:
 
 
 def _token(token: dict[str, Any]) -> dict[str, Any]:
-    text = token["token"]
     return {
-        "token": text,
+        "token": _name(token),
         "logprob": token["logprob"],
-        "bytes": list(text.encode("utf-8", "replace")),
+        "bytes": list(token["token"].encode("utf-8", "replace")),
     }
+
+
+def _name(token: dict[str, Any]) -> str:
+    if get_settings().openai_tokens_as_ids:
+        return f"token_id:{token['token_id']}"
+    return str(token["token"])
 
 
 def chat_id(job_id: str) -> str:

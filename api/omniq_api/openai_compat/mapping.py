@@ -75,8 +75,12 @@ def of_chat(body: ChatRequest, model: ServedModel) -> Submission:
         parameters["logprobs"] = body.top_logprobs or 0
     if body.response_format is not None:
         parameters.update(_structured(body.response_format))
-    if body.tools and body.tool_choice != "none":
+    if body.tools:
         parameters["tools"] = [t.model_dump(exclude_unset=True) for t in body.tools]
+    if body.tool_choice is not None:
+        parameters["tool_choice"] = body.tool_choice
+    if body.parallel_tool_calls is not None:
+        parameters["parallel_tool_calls"] = body.parallel_tool_calls
     return _submission(
         model, inputs, parameters, "messages", user=body.user, metadata=body.metadata, names=names
     )

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from omniq.settings import get_settings
+
 MAX_PROMPTS = 256
 
 Text = Annotated[str, StringConstraints(strict=True)]
@@ -55,7 +57,8 @@ class _Generation(OpenAIRequest):
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk of usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        asked = self.stream_options is not None and self.stream_options.include_usage
+        return asked or get_settings().openai_always_usage
 
 
 class Function(BaseModel):
@@ -106,10 +109,10 @@ class ChatRequest(_Generation):
     top_logprobs: int | None = Field(None, ge=0, le=20, strict=True)
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = Field(None, min_length=1, max_length=128)
-    tool_choice: Literal["auto", "none"] | None = Field(
-        None, description="Functions cannot be forced."
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="`none`, `auto`, `required`, or one function."
     )
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = Field(None, strict=True)
     store: Literal[False] | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from omniq.config.served import ServedModel
 from omniq.jobs.model import JobEvent, JobRecord, JobState
+from omniq.settings import get_settings
 from omniq_api.openai_compat import answers
 from omniq_api.openai_compat.faults import SERVER, OpenAIError
 from omniq_api.openai_compat.mapping import Submission
@@ -17,7 +18,8 @@ from omniq_api.services import Services
 
 #: Outputs of a stage that grow by text, and the field of a chat's delta each one is.
 TEXTS = {"text": "content", "reasoning": "reasoning"}
-KEEP_ALIVE = 15.0
+#: Seconds between two looks at whether the server stops, where no keep-alive is wanted.
+PATIENCE = 15.0
 
 
 @dataclass
@@ -46,6 +48,21 @@ class _Text:
         return new
 
 
+@dataclass
+class _Tokens:
+    """Log probabilities of one choice: how many the present run has said, and the client has."""
+
+    said: int = 0
+    sent: int = 0
+
+    def take(self, tokens: list[Any]) -> list[Any]:
+        """What of ``tokens`` is new to the client."""
+        new = tokens[max(self.sent - self.said, 0) :]
+        self.said += len(tokens)
+        self.sent = max(self.sent, self.said)
+        return new
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What is new of one choice."""
@@ -54,6 +71,8 @@ class Piece:
     field: str
     """``content``, ``reasoning`` or ``tool_calls``."""
     value: Any
+    logprobs: Sequence[Any] = ()
+    """Of the tokens that have come with it, as the engine gives them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +91,8 @@ class JobStream:
     model: ServedModel
     submission: Submission
     _texts: dict[tuple[int, str], _Text] = field(default_factory=dict)
-    _calls: set[int] = field(default_factory=set)
+    _tokens: dict[int, _Tokens] = field(default_factory=dict)
+    _calls: dict[tuple[int, int], _Text] = field(default_factory=dict)
 
     async def pieces(self) -> AsyncGenerator[Piece | Ended | None]:
         """New pieces as they come, None when nothing has come for a while, then the end.
@@ -81,11 +101,13 @@ class JobStream:
             OpenAIError: the job failed, or this server stops.
             BrokerUnavailable: the broker went away.
         """
-        events = self.services.store.events(self.record.id, block=KEEP_ALIVE)
+        keep_alive = get_settings().openai_keep_alive
+        events = self.services.store.events(self.record.id, block=keep_alive or PATIENCE)
         async with aclosing(events):
             async for event in events:
                 if event is None:
-                    yield None
+                    if keep_alive:
+                        yield None
                     continue
                 if event.final:
                     break
@@ -104,35 +126,66 @@ class JobStream:
         if event.stage != self.model.stage:
             return []
         if event.type == "stage.started":
-            for text in self._texts.values():
-                text.said = 0
+            self._begin_anew()
         if event.type != "stage.delta":
             return []
         output, value = event.data["output"], event.data["value"]
         index = int(value.get("index", 0))
         if output in TEXTS:
-            return self._text(index, TEXTS[output], value["text"])
-        if output == "tool_calls" and value["tool_calls"]:
-            self._calls.add(index)
-            return [Piece(index, "tool_calls", value["tool_calls"])]
+            return self._text(index, TEXTS[output], value["text"], value.get("logprobs") or ())
+        if output == "tool_calls":
+            return self._call_pieces(index, value["tool_calls"])
         return []
 
-    def _text(self, index: int, name: str, said: str) -> list[Piece]:
+    def _begin_anew(self) -> None:
+        for text in (*self._texts.values(), *self._calls.values()):
+            text.said = 0
+        for tokens in self._tokens.values():
+            tokens.said = 0
+
+    def _text(self, index: int, name: str, said: str, logprobs: Sequence[Any] = ()) -> list[Piece]:
         new = self._texts.setdefault((index, name), _Text()).take(said)
-        return [Piece(index, name, new)] if new else []
+        tokens = self._tokens.setdefault(index, _Tokens()).take(list(logprobs))
+        return [Piece(index, name, new, tokens)] if new or tokens else []
+
+    def _call_pieces(self, index: int, said: Sequence[dict[str, Any]]) -> list[Piece]:
+        """What is new of calls: the head of each goes once, then its arguments grow like a text."""
+        calls = []
+        for call in said:
+            at, function = (index, call["index"]), call.get("function") or {}
+            begun = at in self._calls
+            new = self._calls.setdefault(at, _Text()).take(function.get("arguments") or "")
+            if not begun:
+                calls.append({**call, "function": {**function, "arguments": new}})
+            elif new:
+                calls.append({"index": call["index"], "function": {"arguments": new}})
+        return [Piece(index, "tool_calls", calls)] if calls else []
+
+    def _lacks(self, index: int, call: dict[str, Any]) -> bool:
+        """Whether pieces of a finished call are missing.
+
+        Parsers may write the whole call's arguments with other spaces than the pieces have.
+        """
+        known = self._calls.get((index, call["index"]))
+        return known is None or str(call["function"]["arguments"]).startswith(known.sent)
 
     def _rest(self, record: JobRecord) -> list[Piece]:
         """What the answer has beyond the pieces: deltas are a courtesy, the record is the truth."""
         pieces = []
-        for text in self._texts.values():
-            text.said = 0
+        # Parsers may write a whole text with other spaces at its ends than its pieces had.
+        heard = {at for at, text in self._texts.items() if text.said >= len(text.sent)}
+        self._begin_anew()
         for choice in answers.choices_of(record, self.model):
             index = choice["index"]
+            tokens: Sequence[Any] = choice.get("logprobs") or ()
             for output, name in TEXTS.items():
-                pieces += self._text(index, name, choice.get(output) or "")
-            if choice.get("tool_calls") and index not in self._calls:
-                calls = [{"index": i, **c} for i, c in enumerate(choice["tool_calls"])]
-                pieces.append(Piece(index, "tool_calls", calls))
+                text, at = choice.get(output) or "", (index, name)
+                if at in heard and not text.startswith(self._texts[at].sent):
+                    text = self._texts[at].sent
+                pieces += self._text(index, name, text, tokens)
+                tokens = ()
+            calls = [{"index": i, **c} for i, c in enumerate(choice.get("tool_calls") or ())]
+            pieces += self._call_pieces(index, [c for c in calls if self._lacks(index, c)])
         return pieces
 
 
@@ -147,12 +200,13 @@ async def chat_chunks(
         "model": stream.model.name,
     }
     usage = {"usage": None} if include_usage else {}
+    asked = answers.asked(stream.record, stream.model)
     greeted: set[int] = set()
 
     def chunk(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
         if index not in greeted:
             greeted.add(index)
-            delta = {"role": "assistant", **delta}
+            delta = {"role": get_settings().openai_role, **delta}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         return {**base, "choices": [choice], **usage}
 
@@ -161,17 +215,13 @@ async def chat_chunks(
             if piece is None:
                 yield None
             elif isinstance(piece, Piece):
-                yield chunk(piece.index, {piece.field: piece.value})
+                delta = {piece.field: piece.value} if piece.value else {}
+                tokens = answers.chat_logprobs(list(piece.logprobs) or None, asked)
+                yield chunk(piece.index, delta, logprobs=tokens)
             else:
-                asked = answers.asked(piece.record, stream.model)
                 for choice in answers.choices_of(piece.record, stream.model):
-                    # Log probabilities come at the end: pieces of text are no single tokens.
-                    yield chunk(
-                        choice["index"],
-                        {},
-                        finish_reason=choice["finish_reason"],
-                        logprobs=answers.chat_logprobs(choice.get("logprobs"), asked),
-                    )
+                    reason = answers.chat_finish_reason(choice, piece.record, stream.model)
+                    yield chunk(choice["index"], {}, finish_reason=reason)
                 if include_usage:
                     made = answers.usage_of([piece.record], stream.model)
                     yield {**base, "choices": [], "usage": made}
@@ -190,6 +240,8 @@ async def completion_chunks(
     usage = {"usage": None} if include_usage else {}
     model = streams[0].model
     count = int(streams[0].record.spec.parameters[model.stage].get("n") or 1)
+    asked = answers.asked(streams[0].record, model)
+    offsets: dict[tuple[int, int], int] = {}
     records: list[JobRecord] = []
 
     def chunk(job: int, index: int, text: str, **more: Any) -> dict[str, Any]:
@@ -208,18 +260,17 @@ async def completion_chunks(
                 yield None
             elif isinstance(piece, Piece):
                 if piece.field == "content":
-                    yield chunk(job, piece.index, piece.value)
+                    at = (job, piece.index)
+                    tokens = answers.completion_logprobs(
+                        list(piece.logprobs) or None, asked, offsets.get(at, 0)
+                    )
+                    if tokens is not None:
+                        offsets[at] = tokens["text_offset"][-1] + len(tokens["tokens"][-1])
+                    yield chunk(job, piece.index, piece.value, logprobs=tokens)
             else:
                 records.append(piece.record)
-                asked = answers.asked(piece.record, model)
                 for choice in answers.choices_of(piece.record, model):
-                    yield chunk(
-                        job,
-                        choice["index"],
-                        "",
-                        finish_reason=choice["finish_reason"],
-                        logprobs=answers.completion_logprobs(choice.get("logprobs"), asked),
-                    )
+                    yield chunk(job, choice["index"], "", finish_reason=choice["finish_reason"])
     if include_usage:
         yield {**base, "choices": [], "usage": answers.usage_of(records, model)}
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -30,6 +31,14 @@ class OwnArgs(BaseModel):
 
     chat_template: bool = True
     """Whether ``prompt`` is a user turn in the model's chat template."""
+    custom_chat_template: str | None = None
+    """vLLM's ``--chat-template``: a file, or the template itself, instead of the model's."""
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
+    """Whether the template reads a message's content as text or as a list of parts."""
+    default_chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the template, as far as a request does not set them."""
+    exclude_tools_when_tool_choice_none: bool = False
+    """Whether the template sees no tools where ``tool_choice`` is ``none``."""
     hidden_states: StateOptions | None = None
     """Which ones; by default the last layer's of generated positions."""
     text_encoder: bool = False
@@ -38,6 +47,10 @@ class OwnArgs(BaseModel):
     """Adapters that requests may name."""
     tool_call_parser: str | None = None
     """vLLM's ``--tool-call-parser``."""
+    tool_parser_plugin: str | None = None
+    """Python file that registers more tool parsers."""
+    tool_strict_level: str | None = None
+    """vLLM's ``--tool-strict-level``: how closely grammars hold calls to their schemas."""
     in_process: bool = False
     """vLLM's engine core in a thread of the worker instead of a process."""
     stream_tokens: int | None = None
@@ -68,7 +81,27 @@ def read(stage: OmniStageConfig) -> tuple[OwnArgs, dict[str, Any]]:
                 f"stage {stage.stage_id!r}: engine_args.lora_modules.{name}: "
                 f"no adapter_config.json in {path}"
             )
-    return own_args, {k: _parsed(stage, k, x) for k, x in given.items()}
+    vllms = {k: _parsed(stage, k, x) for k, x in given.items()}
+    _import_plugins(stage, own_args.tool_parser_plugin, vllms.get("reasoning_parser_plugin"))
+    return own_args, vllms
+
+
+def _import_plugins(stage: OmniStageConfig, tools: str | None, reasoning: str | None) -> None:
+    """Register the parsers that Python files bring.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    v = contract.names()
+    for argument, path, register in (
+        ("tool_parser_plugin", tools, v.ToolParserManager.import_tool_parser),
+        ("reasoning_parser_plugin", reasoning, v.ReasoningParserManager.import_reasoning_parser),
+    ):
+        if not path:
+            continue
+        if not Path(path).is_file():
+            raise ConfigError(f"stage {stage.stage_id!r}: engine_args.{argument}: no file {path}")
+        register(path)
 
 
 def complete(
@@ -135,12 +168,12 @@ def state_options(stage: OmniStageConfig, own: OwnArgs) -> StateOptions | None:
 
 
 def _parsed(stage: OmniStageConfig, name: str, value: Any) -> Any:
-    """``value`` as vLLM's command line would read it, if it is text or a wrong scalar.
+    """``value`` as vLLM's command line would read it: an object's fields as JSON there.
 
     Raises:
         ConfigError: vLLM's parser refuses it.
     """
-    if value is None or isinstance(value, dict | list):
+    if value is None or isinstance(value, list):
         return value
     action = _actions().get(name)
     if action is None:
@@ -152,7 +185,8 @@ def _parsed(stage: OmniStageConfig, name: str, value: Any) -> Any:
             return value
         made = value
         if action.type is not None and not isinstance(value, bool):
-            made = action.type(str(value))  # type: ignore[operator]
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            made = action.type(text)  # type: ignore[operator]
         elif isinstance(value, bool) and action.type in (int, float):
             raise ValueError("must be a number")
     except (ValueError, TypeError, argparse.ArgumentTypeError) as exc:

@@ -83,6 +83,7 @@ FRONT_END = {
     "ModelRegistry": Need(
         "vllm.model_executor.models.registry:ModelRegistry", ("models", "register_model")
     ),
+    "get_model_cls": Need("vllm.model_executor.model_loader:get_model_cls", ("model_config",)),
     "SamplingParams": Need(
         "vllm.sampling_params:SamplingParams",
         (
@@ -111,14 +112,18 @@ FRONT_END = {
     "EngineGenerateError": Need("vllm.v1.engine.exceptions:EngineGenerateError"),
     "VLLMValidationError": Need("vllm.exceptions:VLLMValidationError"),
     "ReasoningParserManager": Need(
-        "vllm.reasoning:ReasoningParserManager", ("get_reasoning_parser", "list_registered")
+        "vllm.reasoning:ReasoningParserManager", ("import_reasoning_parser", "list_registered")
     ),
     "ToolParserManager": Need(
-        "vllm.tool_parsers:ToolParserManager", ("get_tool_parser", "list_registered")
+        "vllm.tool_parsers:ToolParserManager", ("import_tool_parser", "list_registered")
     ),
+    "ParserManager": Need("vllm.parser:ParserManager", ("get_parser",)),
     "ChatCompletionRequest": Need(
         "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest",
-        ("messages", "model", "tools"),
+        (
+            *("messages", "model", "tools", "tool_choice", "parallel_tool_calls"),
+            *("structured_outputs", "skip_special_tokens"),
+        ),
     ),
     "EngineCoreClient": Need(
         "vllm.v1.engine.core_client:EngineCoreClient", ("make_async_mp_client",)
@@ -144,7 +149,22 @@ MODEL_SIDE = {
 RELIED_ON = (
     Need(
         "vllm.v1.engine.async_llm:AsyncLLM.generate",
-        ("prompt", "sampling_params", "request_id", "lora_request", "priority"),
+        (
+            *("prompt", "sampling_params", "request_id", "lora_request", "priority"),
+            *("reasoning_ended", "reasoning_parser_kwargs"),
+        ),
+    ),
+    Need(
+        "vllm.parser.abstract_parser:Parser",
+        ("adjust_request", "is_reasoning_end", "reasoning_parser"),
+    ),
+    Need(
+        "vllm.parser.abstract_parser:Parser.parse",
+        ("model_output", "request", "enable_auto_tools", "model_output_token_ids"),
+    ),
+    Need(
+        "vllm.parser.abstract_parser:Parser.parse_delta",
+        ("delta_text", "delta_token_ids", "request", "prompt_token_ids", "finished"),
     ),
     Need(
         "vllm.v1.engine.async_llm:AsyncLLM.encode",
@@ -154,6 +174,9 @@ RELIED_ON = (
         "vllm.v1.engine.async_llm:AsyncLLM.from_vllm_config", ("vllm_config", "disable_log_stats")
     ),
     Need("vllm.v1.engine.async_llm:AsyncLLM.shutdown", ("timeout",)),
+    Need("vllm.v1.engine.async_llm:AsyncLLM", ("renderer",)),
+    Need("vllm.renderers.base:BaseRenderer", ("mm_processor",)),
+    Need("vllm.multimodal.processing:BaseProcessingInfo", ("allowed_mm_limits",)),
     Need("vllm.v1.engine.output_processor:OutputProcessor.process_outputs"),
     Need("vllm.v1.engine.output_processor:OutputProcessor", ("request_states",)),
     Need("vllm.v1.engine.output_processor:RequestState", ("external_req_id", "request_index")),

@@ -6,7 +6,8 @@ import base64
 import binascii
 import io
 import wave
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,10 +66,36 @@ def of_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
         content = message.get("content")
         if isinstance(content, list):
             content = [_part(part, media) for part in content]
-            if all(part["type"] == "text" for part in content):  # for templates that know no parts
-                content = "\n".join(part["text"] for part in content)
         plain.append({**message, "content": content})
     return plain, media
+
+
+def as_text(
+    messages: Sequence[Mapping[str, Any]], placeholder: Callable[[str, int], str | None]
+) -> list[dict[str, Any]]:
+    """Chat messages for a template that reads no parts: media as the model's own words for them.
+
+    As vLLM's server does: those that a message's text does not place itself stand before it.
+
+    Args:
+        messages: of :func:`of_messages`.
+        placeholder: the model's word for the i-th (from 1) item of a kind, if it needs one.
+    """
+    counts: Counter[str] = Counter()
+    plain = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            text = "\n".join(part["text"] for part in content if part["type"] == "text")
+            words: Counter[str] = Counter()
+            for kind in (part["type"] for part in content if part["type"] != "text"):
+                counts[kind] += 1
+                if word := placeholder(kind, counts[kind]):
+                    words[word] += 1
+            missing = [w for word, n in words.items() for w in [word] * (n - text.count(word))]
+            content = "\n".join([*missing, text] if text else missing)
+        plain.append({**message, "content": content})
+    return plain
 
 
 def _part(part: Any, media: Media) -> dict[str, Any]:

@@ -41,6 +41,13 @@ class Answer:
         return "".join(self.pieces)
 
 
+@dataclass(slots=True)
+class _Pending(Parsed):
+    """What is new of one answer."""
+
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+
 class Generation:
     """One request's answers while they grow.
 
@@ -68,7 +75,7 @@ class Generation:
         self.prompt_logprobs: list[Any] | None = None
         self._started = time.perf_counter()
         self.first_token = 0.0
-        self._pending: dict[int, Parsed] = {}
+        self._pending: dict[int, _Pending] = {}
         self._spoke = -PACE
         self._told = -PROGRESS_PACE
         self._timer: asyncio.TimerHandle | None = None
@@ -92,36 +99,38 @@ class Generation:
         if output.prompt_logprobs and self.prompt_logprobs is None:
             self.prompt_logprobs = [_candidates(p) for p in output.prompt_logprobs]
         for delta in output.outputs:
-            self._add(delta)
+            self._add(delta, output.prompt_token_ids or ())
         since = time.monotonic() - self._spoke
         if since >= PACE:
             self.speak()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(PACE - since, self.speak)
 
-    def _add(self, delta: Any) -> None:
+    def _add(self, delta: Any, prompt_ids: Sequence[int]) -> None:
         sequence = self.sequences[delta.index]
         ids = delta.token_ids
         sequence.tokens += ids
+        logprobs = []
         if delta.logprobs:
-            sequence.logprobs += [
-                _logprob(i, at) for i, at in zip(ids, delta.logprobs, strict=False)
-            ]
+            logprobs = [_logprob(i, at) for i, at in zip(ids, delta.logprobs, strict=False)]
+            sequence.logprobs += logprobs
         sequence.finish_reason, sequence.stop_reason = delta.finish_reason, delta.stop_reason
         if delta.text:
             sequence.pieces.append(delta.text)
         if not self._stream:
             return
         if sequence.parser is not None:
-            piece = sequence.parser.push(delta.text, ids)
-        elif delta.text:
+            finished = delta.finish_reason is not None
+            piece = sequence.parser.push(delta.text, ids, prompt_ids, finished=finished)
+        elif delta.text or logprobs:
             piece = Parsed(text=delta.text)
         else:
             return
-        pending = self._pending.setdefault(delta.index, Parsed())
+        pending = self._pending.setdefault(delta.index, _Pending())
         pending.text += piece.text
         pending.reasoning += piece.reasoning
         pending.tool_calls += piece.tool_calls
+        pending.logprobs += logprobs
 
     def speak(self, *, last: bool = False) -> None:
         """Emit what has come since the last time; ``last``: nothing comes any more."""
@@ -130,10 +139,13 @@ class Generation:
         pending, self._pending = self._pending, {}
         for index, piece in pending.items():
             which = {} if len(self.sequences) == 1 else {"index": index}
+            # Of all tokens since the last time, whatever has become of them.
+            more: dict[str, Any] = {"logprobs": piece.logprobs} if piece.logprobs else {}
             if piece.reasoning:
-                self._emit.delta("reasoning", {"text": piece.reasoning, **which})
-            if piece.text:
-                self._emit.delta("text", {"text": piece.text, **which})
+                self._emit.delta("reasoning", {"text": piece.reasoning, **more, **which})
+                more = {}
+            if piece.text or more:
+                self._emit.delta("text", {"text": piece.text, **more, **which})
             if piece.tool_calls:
                 self._emit.delta("tool_calls", {"tool_calls": piece.tool_calls, **which})
         if last or now - self._told >= PROGRESS_PACE:
@@ -190,7 +202,7 @@ class Generation:
         text = sequence.text
         made: dict[str, Any] = {}
         if sequence.parser is not None:
-            parts = sequence.parser.whole(text)
+            parts = sequence.parser.whole(text, sequence.tokens)
             text = parts.text
             if parts.reasoning:
                 made["reasoning"] = parts.reasoning

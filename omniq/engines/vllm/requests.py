@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,8 @@ class ModelLimits:
     dtype: torch.dtype
     embeds: bool
     """Whether the engine takes prompt_embeds."""
-    multimodal: bool
+    media: Mapping[str, int]
+    """How many items of each kind (``image``, ``audio``) a prompt may hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,34 @@ class Prompt:
     tokens: int | None
     """Its length; None until vLLM has put in the media."""
 
+    @property
+    def ids(self) -> list[int] | None:
+        """Its tokens; None for embeddings, and until vLLM has put in the media."""
+        found: list[int] | None = self.engine_input.get("prompt_token_ids")
+        return found
+
 
 class PromptReader:
-    """Reads prompts; on the engine's model thread, as tokenizers are not thread-safe."""
+    """Reads prompts; on the engine's model thread, as tokenizers are not thread-safe.
 
-    def __init__(self, encoder: PromptEncoder, limits: ModelLimits) -> None:
-        self._encoder, self._limits = encoder, limits
+    Args:
+        encoder: makes text and ids.
+        limits: what the model accepts.
+        placeholder: the model's word for the i-th item of a kind of media, for templates that
+            have no place for them.
+        hide_unused_tools: whether the template sees no tools where ``tool_choice`` is ``none``.
+    """
+
+    def __init__(
+        self,
+        encoder: PromptEncoder,
+        limits: ModelLimits,
+        placeholder: Callable[[str, int], str | None],
+        *,
+        hide_unused_tools: bool = False,
+    ) -> None:
+        self._encoder, self._limits, self._placeholder = encoder, limits, placeholder
+        self._hide_unused_tools = hide_unused_tools
 
     def is_quick(self, inputs: Mapping[str, StageInput]) -> bool:
         """Whether reading takes no tokenizer and no time: may be done on any thread."""
@@ -68,6 +91,8 @@ class PromptReader:
                 "prompt", f"the stage needs exactly one of {', '.join(PROMPTS)}; it got: {got}"
             )
         name = given[0]
+        if self._hide_unused_tools and params.get("tool_choice") == "none":
+            params = {k: x for k, x in params.items() if k != "tools"}
         found = media.of_inputs(inputs)
         if name == "messages" or found:
             return self._conversation(name, inputs, params, found)
@@ -102,8 +127,13 @@ class PromptReader:
                 plain, self._limits.context, tools=tools, options=options, field=name
             )
             return _tokens(name, ids)
-        if not self._limits.multimodal:
-            raise media.bad(name, f"this model takes no {' or '.join(inside)}")
+        for kind, items in inside.items():
+            most = self._limits.media.get(kind, 0)
+            if len(items) > most:
+                takes = f"at most {most} of kind {kind}" if most else f"no {kind}"
+                raise media.bad(name, f"the stage's model takes {takes}; got {len(items)}")
+        if not self._encoder.takes_parts:
+            plain = media.as_text(plain, self._placeholder)
         text = self._encoder.render_chat(plain, tools=tools, options=options, field=name)
         return Prompt(name, {"prompt": text, "multi_modal_data": inside}, None)
 

@@ -12,7 +12,10 @@ from omniq.errors import InvalidRequest
 
 #: Parameters of an AR stage that are not fields of ``SamplingParams``.
 NOT_SAMPLING = frozenset(
-    {"tools", "chat_template_kwargs", "lora", "dimensions", "use_activation", "deterministic"}
+    {
+        *("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
+        *("lora", "dimensions", "use_activation", "deterministic"),
+    }
 )
 #: vLLM's field for so many tokens at once; versions before 0.32 have it for the whole engine only.
 INTERVAL = "stream_interval"
@@ -62,8 +65,7 @@ def sampling_params(
         )
     try:
         if "structured_outputs" in given:
-            asked = given["structured_outputs"]
-            given["structured_outputs"] = v.StructuredOutputsParams(**asked)
+            given["structured_outputs"] = structured_outputs(given["structured_outputs"])
         if "repetition_detection" in given:
             asked = given["repetition_detection"]
             given["repetition_detection"] = v.RepetitionDetectionParams(**asked)
@@ -76,6 +78,18 @@ def sampling_params(
         return v.SamplingParams(**fields, output_kind=v.RequestOutputKind.DELTA, **more)
     except (v.VLLMValidationError, ValueError, TypeError) as exc:
         raise refusal(exc) from exc
+
+
+def structured_outputs(asked: Mapping[str, Any]) -> Any:
+    """vLLM's ``StructuredOutputsParams``.
+
+    Raises:
+        InvalidRequest: vLLM refuses them.
+    """
+    try:
+        return contract.names().StructuredOutputsParams(**asked)
+    except (ValueError, TypeError) as exc:
+        raise refused("structured_outputs", str(exc)) from exc
 
 
 def pooling_params(params: Mapping[str, Any], task: str) -> Any:
