@@ -97,6 +97,17 @@ async def test_states_come_whole_through_the_processes_of_vllm(model: Path, refe
             _check(engine, reference, prompt, out)
 
 
+@pytest.mark.slow
+async def test_states_of_a_model_over_two_devices(model: Path, reference: Any) -> None:
+    wanted = {"positions": "all", "layers": [0, 1, 2, -1]}
+    prompts = [" ".join([PROMPT] * (1 + i % 2)) + f" {i}" for i in range(4)]
+    two = {"tensor_parallel_size": 2, "in_process": False, **CHUNKS}
+    async with _engine(model, hidden_states=wanted, **two) as engine:
+        outs = await asyncio.gather(*[ask(engine, GREEDY, prompt=p) for p in prompts])
+        for prompt, out in zip(prompts, outs, strict=True):
+            _check(engine, reference, prompt, out)
+
+
 async def test_prompt_positions_are_computed_although_the_prefix_is_cached(
     everything: Any, reference: Any
 ) -> None:
