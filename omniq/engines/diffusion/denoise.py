@@ -12,6 +12,7 @@ import torch
 
 from omniq.config import DiTConfig, Modality
 from omniq.engines.base import Cancelled, Emit, StageInput, StageOutput, StageRequest
+from omniq.engines.diffusion.acceleration import ACCELERATION_ARGS, accelerate, quantization
 from omniq.engines.diffusion.arguments import call_arguments, named_scheduler, refuse
 from omniq.engines.diffusion.cache import DiTCacheManager
 from omniq.engines.diffusion.inputs import black_picture, condition_input
@@ -54,7 +55,7 @@ class Denoiser:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, stage = engine, engine.stage
-        check_engine_args(stage, ())
+        check_engine_args(stage, ACCELERATION_ARGS)
         self._config = stage.dit or DiTConfig()
         self._index = read_index(pipeline_folder(stage, (*TRANSFORMERS, "scheduler", "vae")))
         folder = self._index.folder
@@ -64,11 +65,14 @@ class Denoiser:
             raise ConfigError(f"{folder} is no pipeline with a transformer: {names}")
         pictures = Modality.IMAGE in stage.input_modalities
         resident = {*TRANSFORMERS, "scheduler", *(["vae"] if pictures else [])}
-        self.pipeline = load_pipeline(stage, self._index, resident.__contains__, engine.device)
+        self.pipeline = load_pipeline(
+            stage, self._index, resident.__contains__, engine.device, quantization(stage)
+        )
         self._tasks = Tasks(self.pipeline, self.family, pictures=pictures)
         self._embed_dim = self.family.embed_dim(self.pipeline.transformer.config)
         self._load_loras()
         models = [m for n in TRANSFORMERS if (m := getattr(self.pipeline, n, None)) is not None]
+        accelerate(stage, models)
         self.cache = DiTCacheManager(self._config.cache, self.family)
         self.cache.install(models)
         self._fitting = asyncio.Lock()

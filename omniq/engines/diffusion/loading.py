@@ -66,11 +66,16 @@ def pipeline_folder(stage: OmniStageConfig, parts: tuple[str, ...]) -> Path:
 
 
 def load_pipeline(
-    stage: OmniStageConfig, index: ModelIndex, keep: Callable[[str], bool], device: str
+    stage: OmniStageConfig,
+    index: ModelIndex,
+    keep: Callable[[str], bool],
+    device: str,
+    quantization: Any = None,
 ) -> Any:
     """The stock pipeline with only the components that ``keep`` accepts, on ``device``.
 
-    Without its VAE a pipeline still knows the VAE's geometry.
+    Without its VAE a pipeline still knows the VAE's geometry. ``quantization`` is diffusers'
+    ``PipelineQuantizationConfig``.
 
     Raises:
         ConfigError: a component is missing or does not load.
@@ -93,7 +98,9 @@ def load_pipeline(
         torch.float32,
     )
     with loading(stage, folder):
-        pipeline: Any = DiffusionPipeline.from_pretrained(str(folder), dtype=dtype, **components)
+        pipeline: Any = DiffusionPipeline.from_pretrained(
+            str(folder), dtype=dtype, quantization_config=quantization, **components
+        )
     if geometry:
         pipeline.vae = None
     pipeline.set_progress_bar_config(disable=True)
