@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from omniq import chain
+from omniq.blobs.base import BlobRef
 from omniq.config import PipelineConfig, get_pipeline
 from omniq.config.params import PARAMS
 from omniq.config.request import validate_request
@@ -68,11 +69,15 @@ async def _with_files(store: JobStore, config: PipelineConfig, spec: JobSpec) ->
         return (await store.get_artifact(job_id, name))[0]
 
     inputs = await read_inputs(config, spec.inputs, fetch)
-    files = {}
-    for name, value in inputs.items():
-        if isinstance(value, InputFile):
-            files[name] = await store.put_input(spec.id, name, value.data)
-            inputs[name] = value.shown
+    files: dict[str, BlobRef] = {}
+    try:
+        for name, value in inputs.items():
+            if isinstance(value, InputFile):
+                files[name] = await store.put_input(spec.id, name, value.data)
+                inputs[name] = value.shown
+    except BaseException:
+        await store.drop_inputs(files.values())
+        raise
     return spec.model_copy(update={"inputs": inputs, "files": files})
 
 

@@ -145,6 +145,8 @@ async def _read_form(request: Request) -> FormRequest:
         async with request.form(max_files=MAX_FILES, max_fields=1, max_part_size=MAX_JSON) as form:
             for name, item in form.multi_items():
                 if name == JSON_FIELD:
+                    if value is not None:
+                        raise _bad_form(JSON_FIELD, "is given twice")
                     value = orjson.loads(item if isinstance(item, str) else await item.read())
                 elif isinstance(item, UploadFile):
                     files.setdefault(name, []).append(await item.read())

@@ -7,6 +7,7 @@ stage's configuration narrows them (:class:`omniq.config.stage.Limit`) and sets 
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -155,7 +156,8 @@ class ARParams(StageParams):
         names = [_function_name(tool) for tool in info.data["tools"] or ()]
         allowed = [*TOOL_CHOICES, *({"type": "function", "function": {"name": n}} for n in names)]
         if value not in allowed:
-            raise ValueError(f"must be one of {', '.join(map(str, allowed))}")
+            shown = (a if isinstance(a, str) else json.dumps(a) for a in allowed)
+            raise ValueError(f"must be one of {', '.join(shown)}")
         if not names:
             raise ValueError("needs tools")
         return value

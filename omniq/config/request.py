@@ -13,6 +13,9 @@ from omniq.errors import InvalidRequest
 from omniq.settings import get_settings
 
 Fault = dict[str, str]
+#: Levels of objects and lists within messages or a parameter: more than any schema has, and fewer
+#: than the 255 that can be written.
+MOST_LEVELS = 100
 
 
 def validate_request(
@@ -30,6 +33,11 @@ def validate_request(
         InvalidRequest: listing every faulty field and what is allowed.
     """
     faults = _check_inputs(pipeline, inputs)
+    faults += [
+        _fault(f"parameters.{name}", _TOO_DEEP)
+        for name, value in parameters.items()
+        if _is_deeper(value, MOST_LEVELS)
+    ]
     stages, more = _split(pipeline, parameters)
     faults += more
     complete: dict[str, dict[str, Any]] = {}
@@ -56,6 +64,8 @@ def _check_inputs(pipeline: PipelineConfig, inputs: dict[str, Any]) -> list[Faul
         if name not in inputs:
             if spec.required:
                 faults.append(_fault(field, "required, but missing"))
+        elif spec.type == "messages" and _is_deeper(inputs[name], MOST_LEVELS):
+            faults.append(_fault(field, _TOO_DEEP))
         elif (message := _FAULT[spec.type](spec, inputs[name])) is not None:
             faults.append(_fault(field, message))
     return faults
@@ -121,6 +131,17 @@ def _file_fault(spec: InputConfig, value: Any) -> str | None:
     return None
 
 
+_TOO_DEEP = f"may hold objects and lists in at most {MOST_LEVELS} levels"
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    """Whether objects and lists in ``value`` are nested in more than ``most`` levels."""
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return most == 0 or any(_is_deeper(v, most - 1) for v in inner)
+
+
 _FAULT = {
     "text": _text_fault,
     "messages": _messages_fault,
@@ -169,9 +190,12 @@ def _check_stage(
     try:
         model.model_validate(complete)
     except ValidationError as exc:
-        for error in exc.errors(include_url=False, include_context=False):
+        errors = exc.errors(include_url=False, include_context=False)
+        # Of the forms that a parameter may have, the one whose type was right tells more.
+        for error in sorted(errors, key=lambda e: e["type"].endswith("_type")):
             name = str(error["loc"][0])
-            message = ": ".join([".".join(map(str, error["loc"][1:])), error["msg"]]).lstrip(": ")
+            place = ".".join(str(part) for part in error["loc"][1:] if not _is_form(part))
+            message = f"{place}: {error['msg'].removeprefix('Value error, ')}".lstrip(": ")
             if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
                 message = f"unknown parameter; allowed: {', '.join(model.model_fields)}"
             faults.setdefault(name, _fault(field_of(name), message))
@@ -179,6 +203,11 @@ def _check_stage(
         if name in complete and (fault := limit.fault(complete[name])):
             faults.setdefault(name, _fault(field_of(name), fault))
     return complete, list(faults.values())
+
+
+def _is_form(part: int | str) -> bool:
+    """Whether a part of an error's place is pydantic's name for one of several allowed types."""
+    return part == "str" or str(part).startswith(("constrained-", "list[", "dict["))
 
 
 def _fault(field: str, message: str) -> Fault:

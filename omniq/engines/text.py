@@ -17,7 +17,10 @@ _INCOMPLETE = "\ufffd"
 #: Inputs that are a text prompt; a request has exactly one.
 PROMPTS = ("prompt", "messages", "token_ids")
 #: Variables of a chat template that are not a request's or a stage's to set.
-RESERVED = frozenset({"tokenize", "tools", "conversation", "return_dict", "return_tensors"})
+#: ``chat_template`` is code: only the stage's configuration brings any.
+RESERVED = frozenset(
+    {"chat_template", "conversation", "tokenize", "tools", "return_dict", "return_tensors"}
+)
 
 ContentFormat = Literal["auto", "string", "openai"]
 

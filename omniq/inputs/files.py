@@ -9,13 +9,16 @@ from typing import Any
 
 from omniq.config.pipeline import InputConfig, PipelineConfig
 from omniq.errors import ArtifactNotFound, JobNotFound
-from omniq.inputs.faults import invalid
+from omniq.inputs.faults import invalid, too_large
 from omniq.inputs.pictures import pixels_of
 from omniq.inputs.sources import ArtifactId, source_of
 from omniq.inputs.tensors import tensor_file
+from omniq.settings import get_settings
 
 #: Bytes of a result file by job id and name.
 FETCH = Callable[[str, str], Awaitable[bytes]]
+#: Bytes of a blob that are left for its header.
+_HEADER = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +81,25 @@ async def _fetched(source: Any, where: str, fetch: FETCH) -> Any:
 def _pictures(spec: InputConfig, sources: list[Any], fields: list[str]) -> InputFile:
     from safetensors.numpy import save  # noqa: PLC0415 - few requests need it
 
-    pictures = {
-        f"{i:04d}": pixels_of(source, where, spec.max_pixels)
-        for i, (source, where) in enumerate(zip(sources, fields, strict=True))
-    }
+    pictures, nbytes = {}, 0
+    for i, (source, where) in enumerate(zip(sources, fields, strict=True)):
+        pictures[f"{i:04d}"] = pixels = pixels_of(source, where, spec.max_pixels)
+        nbytes += pixels.nbytes
+        _check_blob(nbytes, where)
     shown = [{"width": p.shape[1], "height": p.shape[0]} for p in pictures.values()]
     return InputFile(bytes(save(pictures)), shown)
 
 
 def _latents(spec: InputConfig, sources: list[Any], fields: list[str]) -> InputFile:
     made = tensor_file(sources[0], fields[0])
+    _check_blob(len(made.data), fields[0])
     return InputFile(made.data, {"dtype": made.dtype, "shape": made.shape})
+
+
+def _check_blob(nbytes: int, field: str) -> None:
+    """Small files may hold much; what all of an input's hold must be storable."""
+    most = get_settings().redis_blob_max_bytes
+    if nbytes > most - _HEADER:
+        raise too_large(
+            field, f"has {nbytes} bytes decoded, with those before it; {most} are allowed"
+        )

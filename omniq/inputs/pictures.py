@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from omniq.errors import OmniqError
 from omniq.inputs.faults import invalid, too_large, unsupported
 from omniq.settings import get_settings
 
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
 
     Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 
+Made = TypeVar("Made")
 #: What can be read; few formats, because each is a parser that strangers feed.
 FORMATS = ("PNG", "JPEG", "WEBP")
 
@@ -39,7 +43,7 @@ def pixels_of(value: Any, field: str, most_pixels: int) -> Pixels:
 
     most = min(most_pixels, get_settings().max_image_pixels)
     if isinstance(value, bytes):
-        return _of_file(value, field, most)
+        return read_file(value, field, most, partial(_decoded, field=field))
     if isinstance(value, PILImage.Image):
         _check_pixels(value.size, field, most)
         return _decoded(value, field)
@@ -54,19 +58,32 @@ def pixels_of(value: Any, field: str, most_pixels: int) -> Pixels:
     raise invalid(field, f"must be a picture, not {type(value).__name__}")
 
 
-def _of_file(data: bytes, field: str, most: int) -> Pixels:
+def read_file(
+    data: bytes,
+    field: str,
+    most: int,
+    made: Callable[[Image], Made],
+    formats: Sequence[str] = FORMATS,
+) -> Made:
+    """What ``made`` makes of a picture's file, whose size is looked at before it is decoded.
+
+    Raises:
+        InputTooLarge, UnsupportedInput, InvalidRequest: as :func:`pixels_of`.
+    """
     from PIL import Image as PILImage  # noqa: PLC0415 - as above
     from PIL import UnidentifiedImageError  # noqa: PLC0415 - as above
 
     try:
-        with PILImage.open(io.BytesIO(data), formats=FORMATS) as image:
+        with PILImage.open(io.BytesIO(data), formats=formats) as image:
             _check_pixels(image.size, field, most)
-            return _decoded(image, field)
+            return made(image)
     except UnidentifiedImageError as exc:
-        raise unsupported(field, f"must be a {', '.join(FORMATS)} file") from exc
+        raise unsupported(field, f"must be a {', '.join(formats)} file") from exc
     except PILImage.DecompressionBombError as exc:
         raise too_large(field, f"must have at most {most} pixels: {exc}") from exc
-    except (OSError, SyntaxError, ValueError) as exc:
+    except (OmniqError, MemoryError):
+        raise
+    except Exception as exc:  # broken files take Pillow's readers anywhere: struct.error, TypeError
         raise invalid(field, f"the picture cannot be decoded: {exc}") from exc
 
 
@@ -81,7 +98,9 @@ def _decoded(image: Image, field: str) -> Pixels:
             grey = np.asarray(turned).astype(np.int64).clip(0, 65_535) >> 8
             turned = PILImage.fromarray(grey.astype(np.uint8))
         return np.array(turned.convert("RGB"))
-    except (OSError, SyntaxError, ValueError) as exc:
+    except MemoryError:
+        raise
+    except Exception as exc:  # as above
         raise invalid(field, f"the picture cannot be decoded: {exc}") from exc
 
 

@@ -16,6 +16,8 @@ from omniq.settings import get_settings
 
 #: The path under which the API serves a result file; it may be mounted under another one.
 _ARTIFACT_PATH = re.compile(r"/(?:[^?#]*/)?v1/jobs/([a-z0-9-]{1,64})/artifacts/([^?#]+)")
+#: Of both, in characters: more names nothing, and would be repeated in an error.
+_MOST_NAME = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ def _of_text(value: str, field: str, *, local: bool) -> bytes | ArtifactId:
     if value[:5].lower() == "data:":
         return _of_data_url(value, field)
     if (match := _ARTIFACT_PATH.fullmatch(value)) is not None:
-        return ArtifactId(match[1], unquote(match[2]))
+        return _artifact_of({"job": match[1], "artifact": unquote(match[2])}, field)
     if "://" in value[:16]:
         raise invalid(
             field,
@@ -96,6 +98,10 @@ def _of_path(path: Path, field: str) -> bytes:
 def _artifact_of(value: dict[str, Any], field: str) -> ArtifactId:
     if set(value) != {"job", "artifact"} or not all(isinstance(v, str) for v in value.values()):
         raise invalid(field, 'an object names a result file: {"job": ID, "artifact": NAME}')
+    if any(len(name) > _MOST_NAME for name in value.values()):
+        raise invalid(
+            field, f"a job or result file has at most {_MOST_NAME} characters in its name"
+        )
     return ArtifactId(**value)
 
 

@@ -10,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Collection, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from omniq import keys
 from omniq.config.pipeline import REQUEST
-from omniq.errors import ArtifactNotFound, InvalidRequest
+from omniq.errors import ArtifactNotFound, BlobError, BrokerUnavailable, InvalidRequest
 from omniq.jobs.model import (
     ArtifactInfo,
     Finished,
@@ -355,6 +355,16 @@ class JobStore:
             self._files = RedisStore.from_settings(ttl=get_settings().job_ttl)
         blob_id = f"{job_id}.{REQUEST}.0.{name}"
         return await asyncio.to_thread(self._files.put_bytes, blob_id, memoryview(data))
+
+    async def drop_inputs(self, refs: Iterable[BlobRef]) -> None:
+        """Free what :meth:`put_input` stored for a job that will not be created.
+
+        What the broker refuses to free now it drops later.
+        """
+        for ref in refs:
+            assert self._files is not None, "it was put"
+            with suppress(BlobError, BrokerUnavailable):
+                await asyncio.to_thread(self._files.delete, ref)
 
     async def put_artifact(self, job_id: str, name: str, fence: int, data: bytes) -> str:
         """Store one result file for the time of retention; returns its key.

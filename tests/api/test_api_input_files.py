@@ -14,6 +14,7 @@ from api_support import PNG, begin, problem
 from safetensors.numpy import load
 
 from omniq.blobs import RedisStore
+from omniq.blobs.base import BlobRef
 from omniq.config import available_pipelines
 from omniq.jobs.model import ArtifactInfo, JobState, StageResult
 from omniq.jobs.store import JobStore
@@ -142,6 +143,38 @@ async def test_files_that_cannot_be_used(client: httpx.AsyncClient, store: JobSt
     assert await store.redis.keys("omniq:blob:*") == []
 
 
+async def test_a_job_that_finds_no_room_for_all_its_files_leaves_none(
+    client: httpx.AsyncClient, store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second blob is refused by the server: no job, and the first blob is freed."""
+    from safetensors.numpy import save
+
+    put = RedisStore.put_bytes
+
+    def full(self: RedisStore, blob_id: str, data: memoryview) -> BlobRef:
+        if blob_id.endswith(".latents"):
+            limit = self.client.config_get("maxmemory")["maxmemory"]
+            self.client.config_set("maxmemory", 1)
+            try:
+                return put(self, blob_id, data)
+            finally:
+                self.client.config_set("maxmemory", limit)
+        return put(self, blob_id, data)
+
+    monkeypatch.setattr(RedisStore, "put_bytes", full)
+    latents = save({"latents": np.ones((1, 4, 8, 8), np.float32)})
+    answer = problem(
+        await client.post(
+            "/v1/jobs",
+            data={"request": json.dumps(BODY)},
+            files=[("image", ("a.png", PNG)), ("latents", ("l", latents))],
+        )
+    )
+    assert answer.status == 503
+    assert (await store.list())[0] == []
+    assert await store.redis.keys("omniq:blob:*") == []
+
+
 async def test_faulty_forms(client: httpx.AsyncClient) -> None:
     files = [("image", ("a.png", PNG))]
     for data, detail in (
@@ -155,6 +188,9 @@ async def test_faulty_forms(client: httpx.AsyncClient) -> None:
         answer = problem(await client.post("/v1/jobs", data=data, files=files))
         assert (answer.status, answer.code) == (400, "malformed_form")
         assert detail in answer.detail
+    twice = [("request", ("a", json.dumps(BODY))), ("request", ("b", json.dumps(BODY)))]
+    answer = problem(await client.post("/v1/jobs", files=[*twice, *files]))
+    assert (answer.status, answer.detail) == (400, "request: is given twice")
     unknown = [("nothing", ("a.png", PNG))]
     answer = problem(
         await client.post("/v1/jobs", data={"request": json.dumps(BODY)}, files=unknown)

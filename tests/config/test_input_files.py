@@ -132,11 +132,20 @@ def bomb(side: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b""))
 
 
+def odd_exif() -> bytes:
+    """A picture to be turned, whose EXIF has a text where a number belongs."""
+    tags = ((0x112, 3, 1, 6), (0x11A, 2, 1, 0x41))
+    entries = b"".join(struct.pack("<HHII", *tag) for tag in tags)
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
+    return encoded(exif=exif)
+
+
 FAULTS: list[tuple[Any, type[InvalidRequest], str]] = [
     (bomb(100_000), InputTooLarge, "at most 100 pixels"),
     (bomb(11), InputTooLarge, r"at most 100 pixels, has 11 x 11 = 121"),
     (np.zeros((11, 11, 3), np.uint8), InputTooLarge, "at most 100 pixels"),
     (encoded()[:-30], InvalidRequest, "cannot be decoded"),
+    (odd_exif(), InvalidRequest, "cannot be decoded"),
     (b"GIF89a", UnsupportedInput, "must be a PNG, JPEG, WEBP file"),
     (encoded("GIF"), UnsupportedInput, "must be a PNG, JPEG, WEBP file"),
     (b"", UnsupportedInput, "must be a PNG"),
@@ -147,6 +156,8 @@ FAULTS: list[tuple[Any, type[InvalidRequest], str]] = [
     ("file:///etc/passwd", InvalidRequest, "nothing is fetched from a network"),
     ({"job": "j1", "artifact": "no"}, InvalidRequest, "has no artifact 'no'"),
     ({"job": "j1"}, InvalidRequest, "an object names a result file"),
+    ({"job": "j1", "artifact": "x" * 9999}, InvalidRequest, "has at most 256 characters"),
+    (f"/v1/jobs/j1/artifacts/{'x' * 9999}", InvalidRequest, "has at most 256 characters"),
     (np.zeros((4, 4), np.uint8), InvalidRequest, r"must be uint8 \[H, W, 3\]"),
     (PIXELS / 255, InvalidRequest, r"must be uint8 \[H, W, 3\], is float64"),
     (3, InvalidRequest, "must be a picture, not int"),
@@ -181,6 +192,19 @@ async def test_settings_bound_bytes_and_pixels(
     for value in (encoded(), data_url(encoded()), tmp_path / "a.png", REMOTE[2]):
         with pytest.raises(InputTooLarge, match="must have at most 50 bytes, has"):
             await read(value)
+    get_settings.cache_clear()
+
+
+async def test_what_pictures_hold_together_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a few bytes may hold very many; the next stage's store must have room for all."""
+    one = np.zeros((10, 10, 3), np.uint8)
+    monkeypatch.setenv("OMNIQ_REDIS_BLOB_MAX_BYTES", str(4096 + 2 * one.nbytes))
+    get_settings.cache_clear()
+    assert len((await read([encoded(pixels=one)] * 2)).shown) == 2
+    with pytest.raises(InputTooLarge, match=r"input\.image\.2: has 900 bytes decoded, with those"):
+        await read([encoded(pixels=one)] * 3)
+    with pytest.raises(InputTooLarge, match=r"input\.latents: has \d+ bytes"):
+        await read(torch.zeros(1, 4, 32, 32), "latents")
     get_settings.cache_clear()
 
 

@@ -107,6 +107,27 @@ def test_faults_inside_an_object_say_where_and_what_is_allowed() -> None:
     assert caught.value.fields[0]["message"] == "colour: Extra inputs are not permitted"
     with pytest.raises(InvalidRequest, match="exactly one of json, regex, choice"):
         check(PROMPT, {"structured_outputs": {"regex": "a", "choice": ["b"]}})
+    for parameters, message in (
+        ({"stop": ["a"] * 17}, "List should have at most 16 items"),
+        ({"stop": ["a", ""]}, "1: String should have at least 1 character"),
+        ({"stop": ""}, "String should have at least 1 character"),
+        ({"logit_bias": {"x": 1.0}}, "keys must be token ids"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            check(PROMPT, parameters)
+        assert caught.value.fields[0]["message"].startswith(message)
+
+
+def test_levels_are_bounded() -> None:
+    """What is deeper could be read, but not written again."""
+    schema: Any = {}
+    for _ in range(98):
+        schema = {"a": schema}
+    assert check(PROMPT, {"structured_outputs": {"json": schema}})
+    deeper = {"json": {"a": {"a": schema}}}
+    for parameters in ({"structured_outputs": deeper}, {"ar": {"structured_outputs": deeper}}):
+        with pytest.raises(InvalidRequest, match="in at most 100 levels"):
+            check(PROMPT, parameters)
 
 
 def test_parameters_of_vllm_by_its_names() -> None:

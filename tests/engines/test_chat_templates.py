@@ -107,6 +107,9 @@ def test_a_requests_variables_go_before_the_stages(folder: Path) -> None:
     assert made.render_chat(HELLO, options={"size": "big"}).startswith("oil big ")
     with pytest.raises(ConfigError, match="cannot be set: tools"):
         encoder(folder, template, variables={"tools": []})
+    # Code of strangers is not run, in whatever sandbox.
+    with pytest.raises(InvalidRequest, match="cannot be set: chat_template"):
+        made.render_chat(HELLO, options={"chat_template": "{{ 1 }}"})
 
 
 def test_arguments_of_calls_reach_the_template_as_objects(folder: Path) -> None:

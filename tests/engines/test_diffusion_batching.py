@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import threading
 import time
@@ -303,6 +304,29 @@ async def test_a_passed_deadline_ends_a_request_between_steps(
             engine, params("z_image", num_inference_steps=1000, guidance_scale=0.0),
             deadline=time.monotonic() + 0.3, condition=condition("z_image", 5),
         )  # fmt: skip
+
+
+async def test_a_cancelled_request_leaves_no_fault_unheard(engines: Callable[[str], Any]) -> None:
+    """asyncio would log a traceback for each, as if something were broken."""
+    heard: list[Any] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: heard.append(context))
+    recorder = Recorder()
+    work = asyncio.create_task(
+        send(
+            engines("z_image"), params("z_image", num_inference_steps=1000, guidance_scale=0.0),
+            condition=condition("z_image", 5), emit=recorder,
+        )
+    )  # fmt: skip
+    await until(lambda: bool(recorder.steps))
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    del work
+    gc.collect()
+    await asyncio.sleep(0)
+    loop.set_exception_handler(None)
+    assert heard == []
 
 
 _steps = st.integers(1, 6)

@@ -226,6 +226,12 @@ REFUSED = [
     ),
     ("flux", {"latents": torch.full((1, 4, 16, 16), torch.inf)}, r"'latents': must be finite"),
     (
+        "flux",
+        {"latents": torch.full((1, 4, 16, 16), 1e300, dtype=torch.float64)},
+        r"'latents': must be finite, holds NaN or infinity as torch\.float32",
+    ),
+    ("flux", {"latents": torch.zeros(2, 4, 16, 16)}, r"with n = 1, .* is \[2, 4, 16, 16\]"),
+    (
         "qwen_image_edit",
         {"image": picture(0), "latents": torch.zeros(1, 4, 8, 8)},
         r"'latents': must be \[n, 4, 1, 8, 8\]",

@@ -127,7 +127,11 @@ async def test_forms_of_pictures(engine: Any, reference: Reference) -> None:
     image = picture(8)
     jpeg = data_url(image, "JPEG")
     grey = image.convert("L")
+    clear = image.convert("RGBA")
+    clear.putalpha(grey)
+    on_white = Image.composite(image, Image.new("RGB", image.size, "white"), grey)
     for url, shown in (
+        (data_url(clear), on_white),
         (jpeg, _decoded(jpeg)),
         (data_url(grey), grey.convert("RGB")),
         (data_url(image.convert("P")), image.convert("P").convert("RGB")),
@@ -152,6 +156,8 @@ def _decoded(url: str) -> Image.Image:
         ("data:image/png;base64,****", "not base64"),
         ("data:image/png;base64,aGVsbG8=", "no image that can be read"),
         (data_url(picture(0))[:-400], "no image that can be read"),
+        (data_url(picture(0), "BMP"), "must be a PNG, JPEG, WEBP, GIF file"),
+        (data_url(Image.new("1", (5000, 4000))), "must have at most 16777216 pixels"),
         (None, "must be a data: URL"),
     ],
 )

@@ -276,6 +276,11 @@ async def test_reasoning_is_read_out_of_the_text(chat_model: Path) -> None:
             "input.chat_template_kwargs",
             "cannot be set: tokenize",
         ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]},
+            "parameters.tools",
+            "tools.0.function.parameters: Input should be a valid dictionary",
+        ),
     ],
 )
 async def test_what_vllm_refuses_names_the_field(

@@ -111,8 +111,10 @@ class Denoiser:
         jobs = self._jobs(request, inputs, emit)
         self.loop.submit(jobs)
         ended = [asyncio.wrap_future(job.outcome) for job in jobs]
+        together = asyncio.gather(*ended)
+        together.add_done_callback(_retrieved)  # a shield that is cancelled forgets what it covers
         try:
-            outputs = await asyncio.shield(asyncio.gather(*ended))
+            outputs = await asyncio.shield(together)
         except BaseException as exc:
             stopping = exc if isinstance(exc, Exception) else Cancelled()
             for job in jobs:
@@ -157,7 +159,7 @@ class Denoiser:
                 family=self.family,
                 pipeline=pipeline,
                 scheduler=scheduler,
-                arguments={**arguments, **self._latents(inputs, i, task, size, arguments)},
+                arguments={**arguments, **self._latents(inputs, (i, count), task, size, arguments)},
                 accepted=accepted,
                 seed=None if seed is None else (int(seed) + i) % 2**63,
                 size=size,
@@ -231,17 +233,25 @@ class Denoiser:
     def _latents(
         self,
         inputs: Mapping[str, StageInput],
-        i: int,
+        which: tuple[int, int],
         task: Task,
         size: tuple[int, int],
         arguments: Mapping[str, Any],
     ) -> dict[str, torch.Tensor]:
-        """Latents to start from, if the request brings any: [n, ...], one for each picture."""
+        """Latents to start from, if the request brings any: [n, ...], one for each picture.
+
+        ``which``: the picture's number, and how many there are.
+        """
         if "latents" not in inputs:
             return {}
         given = tensor_input(inputs, "latents")
-        if given.ndim not in (4, 5) or len(given) <= i:
-            refuse_input("latents", f"must be [n, C, h, w] for n pictures, is {list(given.shape)}")
+        i, count = which
+        if given.ndim not in (4, 5) or len(given) != count:
+            refuse_input(
+                "latents",
+                f"must be [n, C, h, w] or [n, C, f, h, w] with n = {count}, the pictures to be "
+                f"made; is {list(given.shape)}",
+            )
         frames = arguments.get("num_frames") or _default(task.accepted, "num_frames") or 1
         form = self.family.latent_form(task.pipeline, size, int(frames))
         if form is not None and tuple(given.shape[1:]) != form:
@@ -252,8 +262,9 @@ class Denoiser:
                 f"is {list(given.shape)}",
             )
         one = given[i : i + 1].to(self._engine.device)
-        if not torch.isfinite(one).all():
-            refuse_input("latents", "must be finite, holds NaN or infinity")
+        dtype = self.pipeline.transformer.dtype
+        if not torch.isfinite(one.to(dtype)).all():
+            refuse_input("latents", f"must be finite, holds NaN or infinity as {dtype}")
         return {"latents": self.family.to_pipeline(self.pipeline, one)}
 
     # -- LoRA, previews ------------------------------------------------------------------------
@@ -331,6 +342,11 @@ def _size(
 def _default(accepted: Mapping[str, Any], name: str) -> Any:
     parameter = accepted.get(name)
     return None if parameter is None else parameter.default
+
+
+def _retrieved(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
 
 
 def _joined(outputs: Sequence[StageOutput]) -> StageOutput:

@@ -11,13 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from omniq.engines.base import StageInput
-from omniq.errors import InvalidRequest
+from omniq.errors import InputTooLarge, InvalidRequest
+from omniq.inputs.pictures import FORMATS as PICTURES
+from omniq.inputs.pictures import read_file
+from omniq.settings import get_settings
 
 #: Input names of a stage that carry media, and vLLM's name of the kind.
 INPUTS = {"image": "image", "images": "image", "audio": "audio"}
+#: Content parts that are media, and vLLM's name of the kind.
+PARTS = {"image_url": "image", "input_audio": "audio"}
+#: Pictures that messages may hold, as in OpenAI's API.
+FORMATS = (*PICTURES, "GIF")
 DEFAULT_SAMPLE_RATE = 16_000
 
 Media = dict[str, list[Any]]
@@ -70,6 +77,17 @@ def of_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
     return plain, media
 
 
+def counts(messages: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    """How many media of each kind are in messages, by what their parts say."""
+    found: Counter[str] = Counter()
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, dict) and isinstance(kind := part.get("type"), str):
+                found.update([PARTS[kind]] if kind in PARTS else ())
+    return found
+
+
 def as_text(
     messages: Sequence[Mapping[str, Any]], placeholder: Callable[[str, int], str | None]
 ) -> list[dict[str, Any]]:
@@ -117,15 +135,33 @@ def _part(part: Any, media: Media) -> dict[str, Any]:
 
 
 def _image(url: Any) -> Image.Image:
-    if not isinstance(url, str) or not url.startswith("data:"):
+    if not isinstance(url, str) or url[:5].lower() != "data:":
         raise bad("messages", "image_url must be a data: URL; nothing is fetched from a network")
     header, _, data = url.partition(",")
-    if not header.endswith(";base64"):
+    if not header.lower().endswith(";base64"):
         raise bad("messages", "image_url must be base64")
     try:
-        return Image.open(io.BytesIO(_decoded(data))).convert("RGB")
-    except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as exc:
-        raise bad("messages", f"image_url holds no image that can be read: {exc}") from exc
+        return read_file(
+            _decoded(data), "image_url", get_settings().max_image_pixels, _as_vllm, FORMATS
+        )
+    except InputTooLarge as exc:
+        raise bad("messages", exc.message) from exc
+    except InvalidRequest as exc:
+        if exc.fields[0]["field"] != "image_url":
+            raise
+        fault = exc.fields[0]["message"]
+        raise bad("messages", f"image_url holds no image that can be read: {fault}") from exc
+
+
+def _as_vllm(image: Image.Image) -> Image.Image:
+    """RGB as vLLM's own server makes it: turned as EXIF says, transparency on white."""
+    turned = ImageOps.exif_transpose(image)
+    if turned.mode in ("RGBA", "LA", "PA") or "transparency" in turned.info:
+        clear = turned.convert("RGBA")
+        white = Image.new("RGB", clear.size, (255, 255, 255))
+        white.paste(clear, mask=clear.getchannel("A"))
+        return white
+    return turned.convert("RGB")
 
 
 def _audio(sound: Mapping[str, Any]) -> tuple[np.ndarray, float]:
@@ -134,11 +170,12 @@ def _audio(sound: Mapping[str, Any]) -> tuple[np.ndarray, float]:
     try:
         with wave.open(io.BytesIO(_decoded(sound["data"]))) as file:
             width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
-            samples = np.frombuffer(file.readframes(file.getnframes()), dtype=np.int16)
+            frames = file.readframes(file.getnframes())
     except (wave.Error, EOFError, ValueError) as exc:
         raise bad("messages", f"input_audio holds no WAV that can be read: {exc}") from exc
     if width != 2:
         raise bad("messages", f"input_audio must have 16 bits a sample, has {8 * width}")
+    samples = np.frombuffer(frames, np.int16, len(frames) // (2 * channels) * channels)
     return samples.reshape(-1, channels).mean(axis=1).astype(np.float32) / 32_768, float(rate)
 
 

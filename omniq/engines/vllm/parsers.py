@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
+
 from omniq.engines.vllm import contract
 from omniq.engines.vllm.sampling import refused, structured_outputs
 from omniq.errors import ConfigError
@@ -114,6 +116,9 @@ class Parsers:
             request = contract.names().ChatCompletionRequest(model="omniq", messages=[], **fields)
         except ValueError as exc:
             message = str(exc).replace("\n", "; ")
+            if isinstance(exc, ValidationError):
+                faults = exc.errors(include_url=False, include_context=False)
+                message = "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}" for f in faults)
             name = getattr(exc, "parameter", None) or message
             about = "tool_choice" if "tool_choice" in name else "tools"
             raise refused(about, message) from exc

@@ -116,6 +116,7 @@ class PromptReader:
         if name == "prompt":
             messages = [{"role": "user", "content": text_input(inputs, name)}]
         check_messages(messages, name)
+        self._check_media(name, media.counts(messages))  # before anything is decoded
         plain, inside = media.of_messages(messages)
         if found:  # what stages before made belongs to the last turn
             plain[-1] = {**plain[-1], "content": _with_media(plain[-1].get("content"), found)}
@@ -127,15 +128,18 @@ class PromptReader:
                 plain, self._limits.context, tools=tools, options=options, field=name
             )
             return _tokens(name, ids)
-        for kind, items in inside.items():
-            most = self._limits.media.get(kind, 0)
-            if len(items) > most:
-                takes = f"at most {most} of kind {kind}" if most else f"no {kind}"
-                raise media.bad(name, f"the stage's model takes {takes}; got {len(items)}")
+        self._check_media(name, {kind: len(items) for kind, items in inside.items()})
         if not self._encoder.takes_parts:
             plain = media.as_text(plain, self._placeholder)
         text = self._encoder.render_chat(plain, tools=tools, options=options, field=name)
         return Prompt(name, {"prompt": text, "multi_modal_data": inside}, None)
+
+    def _check_media(self, name: str, counts: Mapping[str, int]) -> None:
+        for kind, count in counts.items():
+            most = self._limits.media.get(kind, 0)
+            if count > most:
+                takes = f"at most {most} of kind {kind}" if most else f"no {kind}"
+                raise media.bad(name, f"the stage's model takes {takes}; got {count}")
 
     def _embeds(self, inputs: Mapping[str, StageInput]) -> Prompt:
         limits = self._limits
