@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from omniq.errors import BrokerUnavailable, InvalidRequest, JobNotFound
 from omniq.jobs.model import JobEvent
-from omniq.jobs.watch import parse_id
+from omniq.jobs.watcher import parse_id
 from omniq_api.waiting import ClientGone, unless_gone
 
 logger = logging.getLogger("omniq.api")

@@ -24,32 +24,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
-import orjson
 from redis.exceptions import ResponseError
 
 from omniq import keys
-from omniq.errors import InvalidRequest, JobNotFound
+from omniq.errors import JobNotFound
 from omniq.jobs.frames import unframed
 from omniq.jobs.model import JobEvent, JobState
+from omniq.jobs.watcher import Entry, Feed, Fields, Order, Watch, parse_id, read_entry
 from omniq.redis_client import Client, broker_errors, line
 
 logger = logging.getLogger(__name__)
 
-EVENT_ID = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?")
-LARGEST_ID_PART = 2**64 - 1
 PAGE = 200
 """Events read at once."""
-BUFFER = 256
-"""Events a watcher may be behind before it reads its backlog again."""
 LINGER = 0.25
 """Seconds the connection stays open without watchers."""
 SILENCE = 15.0
@@ -59,111 +52,11 @@ EXPECTED = 5.0
 POLL = 0.25
 """The same where the server does not tell of changes."""
 
-Fields = dict[bytes, bytes]
-"""A job's hash."""
 Look = Callable[[str, str], Awaitable[Fields | float]]
 """Called with a job's id and a channel, or '': the job's hash if it has ended, else the channel is
 noted and the answer is when to look again (its deadline, or infinity). Raises
 :class:`~omniq.errors.JobNotFound` and :class:`~omniq.errors.BrokerUnavailable`.
 """
-Order = tuple[int, int]
-"""A stream id as numbers: milliseconds, sequence."""
-
-
-def parse_id(text: str) -> Order:
-    """A stream id as numbers.
-
-    Raises:
-        InvalidRequest: it is none.
-    """
-    if EVENT_ID.fullmatch(text):
-        milliseconds, _, sequence = text.partition("-")
-        order = int(milliseconds), int(sequence or 0)
-        if max(order) <= LARGEST_ID_PART:
-            return order
-    raise InvalidRequest(
-        f"{text!r} is no event id",
-        fields=[{"field": "Last-Event-ID", "message": "must look like 1700000000000-0"}],
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One event and its place."""
-
-    order: Order
-    event: JobEvent
-
-
-class _Watch:
-    """One watcher of one job."""
-
-    def __init__(self, last: Order) -> None:
-        self.last = last
-        self.behind = True
-        self.error: Exception | None = None
-        self.stopped = False
-        self.record: Fields | None = None
-        """The job's hash, once it has ended."""
-        self.due = float("inf")
-        """Wall clock time of the job's deadline, at which somebody has to look."""
-        self.heard = 0.0
-        """When it last got something, where it has to look by itself."""
-        self._buffer: deque[Entry] = deque()
-        self._news: asyncio.Future[None] | None = None
-
-    def hand(self, entry: Entry) -> None:
-        """Take a live event, or fall behind."""
-        if len(self._buffer) >= BUFFER:
-            self.restart()
-            self.behind = True
-        if not self.behind:
-            self._buffer.append(entry)
-        self.wake()
-
-    def restart(self) -> None:
-        """Forget what has been handed out; from here on it is kept."""
-        self._buffer.clear()
-        self.behind = False
-
-    def next(self) -> Entry | None:
-        """The next live event behind the last one, if there is one."""
-        while self._buffer:
-            entry = self._buffer.popleft()
-            if entry.order > self.last or entry.event.final:
-                return entry
-        return None
-
-    def wake(self) -> None:
-        """Let the watcher look."""
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
-
-    async def news(self, timeout: float) -> bool:
-        """Wait until there is something to look at. False: not within ``timeout`` seconds."""
-        if self._buffer or self.behind or self.stopped or self.error:
-            return True
-        loop = asyncio.get_running_loop()
-        news = self._news = loop.create_future()
-        timer = loop.call_later(timeout, _give_up, news)
-        try:
-            await news
-            return True
-        except TimeoutError:
-            return False
-        finally:
-            timer.cancel()
-            self._news = None
-
-
-class _Feed:
-    """One watched stream: how far it has been read, and for whom."""
-
-    def __init__(self, key: bytes) -> None:
-        self.key = key
-        self.last: bytes | None = None  # until its end has been looked up
-        self.reading = self.changed = False
-        self.watches: set[_Watch] = set()
 
 
 class Watching:
@@ -171,14 +64,14 @@ class Watching:
 
     def __init__(self, redis: Client, look: Look) -> None:
         self._redis, self._look = redis, look
-        self._feeds: dict[bytes, _Feed] = {}
+        self._feeds: dict[bytes, Feed] = {}
         #: Who waits for jobs' ends, by their ids.
-        self._ends: dict[str, set[_Watch]] = {}
+        self._ends: dict[str, set[Watch]] = {}
         #: Of those, who has been noted already and does not wait yet.
-        self._expected: dict[str, tuple[_Watch, asyncio.TimerHandle]] = {}
+        self._expected: dict[str, tuple[Watch, asyncio.TimerHandle]] = {}
         self._channel = keys.end_channel(uuid4().hex)
         self._listens = self._deaf = False
-        self._due: list[_Feed] = []
+        self._due: list[Feed] = []
         self._closing: asyncio.TimerHandle | None = None
         self._stopped = False
         self._line = line(
@@ -210,7 +103,7 @@ class Watching:
         self, job_id: str, after: str = "0", *, block: float = SILENCE
     ) -> AsyncGenerator[JobEvent | None]:
         """See :meth:`omniq.jobs.store.JobStore.events`."""
-        watch = _Watch(parse_id(after))
+        watch = Watch(parse_id(after))
         watch.heard = asyncio.get_running_loop().time()
         feed = self._join(job_id, watch)
         try:
@@ -252,7 +145,7 @@ class Watching:
         Raises:
             BrokerUnavailable: no connection.
         """
-        watch = _Watch((0, 0))
+        watch = Watch((0, 0))
         self._stay(watch)
         watches = self._ends.setdefault(job_id, set())
         watches.add(watch)
@@ -277,13 +170,13 @@ class Watching:
         if watch is not None:
             self._leave_end(job_id, watch)
 
-    def _claim(self, job_id: str) -> _Watch | None:
+    def _claim(self, job_id: str) -> Watch | None:
         watch, timer = self._expected.pop(job_id, (None, None))
         if timer is not None:
             timer.cancel()
         return watch
 
-    def _leave_end(self, job_id: str, watch: _Watch) -> None:
+    def _leave_end(self, job_id: str, watch: Watch) -> None:
         watches = self._ends[job_id]
         watches.discard(watch)
         if not watches:
@@ -302,7 +195,7 @@ class Watching:
         watch = self._claim(job_id)
         noted = watch is not None
         if watch is None:
-            watch = _Watch((0, 0))
+            watch = Watch((0, 0))
             self._stay(watch)
             self._ends.setdefault(job_id, set()).add(watch)
         try:
@@ -341,8 +234,8 @@ class Watching:
         else:
             self._listens = True
 
-    async def _news(self, watch: _Watch, timeout: float) -> bool:
-        """As :meth:`_Watch.news`; looks now and then where nobody tells."""
+    async def _news(self, watch: Watch, timeout: float) -> bool:
+        """As :meth:`Watch.news`; looks now and then where nobody tells."""
         if not self._polls:
             return await watch.news(timeout)
         if await watch.news(min(POLL, timeout)):
@@ -354,22 +247,22 @@ class Watching:
         watch.heard = now
         return False
 
-    def _stay(self, watch: _Watch) -> None:
+    def _stay(self, watch: Watch) -> None:
         if self._closing is not None:
             self._closing.cancel()
             self._closing = None
         watch.stopped = self._stopped
 
-    def _join(self, job_id: str, watch: _Watch) -> _Feed:
+    def _join(self, job_id: str, watch: Watch) -> Feed:
         self._stay(watch)
         key = keys.job_events(job_id).encode()
         feed = self._feeds.get(key)
         if feed is None:
-            feed = self._feeds[key] = _Feed(key)
+            feed = self._feeds[key] = Feed(key)
         feed.watches.add(watch)
         return feed
 
-    def _leave(self, feed: _Feed, watch: _Watch) -> None:
+    def _leave(self, feed: Feed, watch: Watch) -> None:
         feed.watches.discard(watch)
         if not feed.watches and self._feeds.get(feed.key) is feed:
             del self._feeds[feed.key]
@@ -384,7 +277,7 @@ class Watching:
         if not self._feeds and not self._ends:
             self._line.close()
 
-    def _check(self, watch: _Watch) -> None:
+    def _check(self, watch: Watch) -> None:
         if watch.error is not None:
             with broker_errors():
                 raise watch.error
@@ -403,7 +296,7 @@ class Watching:
 
     # -- reading -------------------------------------------------------------------------------
 
-    async def _backlog(self, feed: _Feed, last: Order) -> list[Entry]:
+    async def _backlog(self, feed: Feed, last: Order) -> list[Entry]:
         """Up to ``PAGE`` events behind ``last``."""
         with broker_errors():
             await self._connected()
@@ -412,13 +305,13 @@ class Watching:
             found = await self._line.ask(
                 "XREAD", "COUNT", PAGE, "STREAMS", feed.key, f"{last[0]}-{last[1]}"
             )
-        return [_entry(*row) for row in found[feed.key]] if found else []
+        return [read_entry(*row) for row in found[feed.key]] if found else []
 
     async def _connected(self) -> None:
         if not self._line.connected:
             await self._line.ask("PING")
 
-    def _started(self, feed: _Feed, tail: Any) -> None:
+    def _started(self, feed: Feed, tail: Any) -> None:
         # Called with the answer itself, before any word of a later change is looked at.
         if feed.last is None and not isinstance(tail, Exception):
             feed.last = tail[0][0] if tail else b"0-0"
@@ -445,7 +338,7 @@ class Watching:
                 watch.behind = True
                 watch.wake()
 
-    def _changed(self, feed: _Feed) -> None:
+    def _changed(self, feed: Feed) -> None:
         feed.changed = True
         if feed.reading or feed.last is None:
             return
@@ -465,7 +358,7 @@ class Watching:
             partial(self._arrived, feeds), "XREAD", "COUNT", PAGE, "STREAMS", *streams, *ids
         )
 
-    def _arrived(self, feeds: list[_Feed], found: Any) -> None:
+    def _arrived(self, feeds: list[Feed], found: Any) -> None:
         if isinstance(found, Exception):
             self._end(feeds, found)
             return
@@ -473,7 +366,7 @@ class Watching:
             feed.reading = False
             rows = found.get(feed.key, ()) if found else ()
             for row in rows:
-                entry = _entry(*row)
+                entry = read_entry(*row)
                 for watch in feed.watches:
                     watch.hand(entry)
             if rows:
@@ -493,7 +386,7 @@ class Watching:
             logger.warning("the broker does not tell of changes, jobs are polled: %s", reason)
         self._polls = True
 
-    def _end(self, feeds: list[_Feed], reason: Exception) -> None:
+    def _end(self, feeds: list[Feed], reason: Exception) -> None:
         for feed in feeds:
             if self._feeds.get(feed.key) is feed:
                 del self._feeds[feed.key]
@@ -505,30 +398,11 @@ def not_found(job_id: str) -> JobNotFound:
     return JobNotFound(f"no job {job_id!r}: it never existed, or its retention has passed")
 
 
-def _fail(watches: set[_Watch], reason: Exception) -> None:
+def _fail(watches: set[Watch], reason: Exception) -> None:
     for watch in watches:
         watch.error = type(reason)(*reason.args)
         watch.wake()
 
 
-def _tail(feed: _Feed) -> tuple[Any, ...]:
+def _tail(feed: Feed) -> tuple[Any, ...]:
     return "XREVRANGE", feed.key, "+", "-", "COUNT", 1
-
-
-def _give_up(news: asyncio.Future[None]) -> None:
-    if not news.done():
-        news.set_exception(TimeoutError())
-
-
-def _entry(entry_id: bytes, row: list[bytes]) -> Entry:
-    text = entry_id.decode()
-    milliseconds, _, sequence = text.partition("-")
-    fields = dict(zip(row[::2], row[1::2], strict=True))
-    event = JobEvent(
-        id=text,
-        type=fields[b"type"].decode(),
-        stage=fields[b"stage"].decode() or None,
-        time=float(fields[b"time"]),
-        data=orjson.loads(fields[b"data"]),
-    )
-    return Entry((int(milliseconds), int(sequence)), event)

@@ -19,7 +19,8 @@ from omniq.errors import BrokerUnavailable, InvalidRequest, JobNotFound
 from omniq.jobs import watch
 from omniq.jobs.model import JobEvent, JobRecord, JobSpec, JobState, StageResult, new_job_id
 from omniq.jobs.store import JobStore
-from omniq.jobs.watch import BUFFER, PAGE, parse_id
+from omniq.jobs.watch import PAGE
+from omniq.jobs.watcher import BUFFER, parse_id
 from omniq.settings import get_settings
 
 
