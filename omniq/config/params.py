@@ -244,7 +244,12 @@ class DecodeParams(StageParams):
 
     deterministic: Deterministic = None
     fps: float | None = Field(
-        None, gt=0.0, le=240.0, allow_inf_nan=False, description="Frames a second of a video."
+        # A frame for longer than ten seconds does not fit into every format.
+        None,
+        ge=0.1,
+        le=240.0,
+        allow_inf_nan=False,
+        description="Frames a second of a video.",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -63,7 +63,7 @@ def read_file(
     field: str,
     most: int,
     made: Callable[[Image], Made],
-    formats: Sequence[str] = FORMATS,
+    formats: tuple[str, ...] = FORMATS,
 ) -> Made:
     """What ``made`` makes of a picture's file, whose size is looked at before it is decoded.
 

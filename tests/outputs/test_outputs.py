@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from pydantic import ValidationError
 from safetensors import safe_open
 from safetensors.torch import load
 
 from omniq import __version__
 from omniq.config import Modality, OutputConfig
+from omniq.config.params import DecodeParams
 from omniq.errors import ConfigError
 from omniq.outputs import MultimodalOutputProcessor, OutputContext, ProcessedOutput
 from omniq.outputs.base import OutputError
@@ -166,6 +168,20 @@ def test_animations_need_no_extra(form: str) -> None:
     image = Image.open(io.BytesIO(artifact.data))
     assert (image.n_frames, image.size) == (5, (24, 16))
     assert artifact.meta["fps"] == 16.0
+
+
+@pytest.mark.parametrize("form", ["mp4", "webp", "gif"])
+def test_every_format_takes_every_fps_that_a_request_may_ask_for(form: str) -> None:
+    if form == "mp4":
+        pytest.importorskip("av")
+    with pytest.raises(ValidationError, match="fps"):
+        DecodeParams.model_validate({"fps": 1e-6})
+    for fps in (0.1, 240.0):
+        params = DecodeParams.model_validate({"fps": fps}).model_dump()
+        context = OutputContext("job1", PROMPT, {"decode": params})
+        artifact = process("video", {"video": frames()}, form, context=context).artifact
+        assert artifact is not None
+        assert artifact.meta["fps"] == fps
 
 
 def test_several_videos_become_several_files() -> None:
