@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from omniq.inputs.faults import invalid, too_large, unsupported
@@ -54,14 +55,27 @@ def pixels_of(value: Any, field: str, most_pixels: int) -> Pixels:
     raise invalid(field, f"must be a picture, not {type(value).__name__}")
 
 
-def _of_file(data: bytes, field: str, most: int) -> Pixels:
+def transparency_of(data: bytes, field: str, most_pixels: int) -> Pixels:
+    """A mask, uint8 [H, W, 3]: 255 where the file's picture is wholly transparent, else 0.
+
+    Raises:
+        InputTooLarge, UnsupportedInput, InvalidRequest: as :func:`pixels_of`; also a picture
+            without an alpha channel.
+    """
+    most = min(most_pixels, get_settings().max_image_pixels)
+    return _of_file(data, field, most, _transparency)
+
+
+def _of_file(
+    data: bytes, field: str, most: int, decoded: Callable[[Image, str], Pixels] | None = None
+) -> Pixels:
     from PIL import Image as PILImage  # noqa: PLC0415 - as above
     from PIL import UnidentifiedImageError  # noqa: PLC0415 - as above
 
     try:
         with PILImage.open(io.BytesIO(data), formats=FORMATS) as image:
             _check_pixels(image.size, field, most)
-            return _decoded(image, field)
+            return (decoded or _decoded)(image, field)
     except UnidentifiedImageError as exc:
         raise unsupported(field, f"must be a {', '.join(FORMATS)} file") from exc
     except PILImage.DecompressionBombError as exc:
@@ -83,6 +97,16 @@ def _decoded(image: Image, field: str) -> Pixels:
         return np.array(turned.convert("RGB"))
     except (OSError, SyntaxError, ValueError) as exc:
         raise invalid(field, f"the picture cannot be decoded: {exc}") from exc
+
+
+def _transparency(image: Image, field: str) -> Pixels:
+    import numpy as np  # noqa: PLC0415 - as above
+    from PIL import ImageOps  # noqa: PLC0415 - as above
+
+    if not image.has_transparency_data:
+        raise invalid(field, "must have an alpha channel: what is transparent is made anew")
+    alpha = np.asarray(ImageOps.exif_transpose(image).convert("RGBA"))[..., 3]
+    return np.repeat(np.where(alpha == 0, 255, 0).astype(np.uint8)[..., None], 3, axis=2)
 
 
 def _check_pixels(size: tuple[int, int], field: str, most: int) -> None:
