@@ -280,7 +280,7 @@ MASK = ("mask", ("m.png", png("RGBA", alpha=(0,))))
 
 
 @pytest.mark.parametrize(
-    ("more", ("files", "fault_of")),
+    ("more", "files", "fault_of"),
     [
         ({}, [("other", ("a.png", PNG))], ("other", "files are image and mask")),
         ({"image": "a.png"}, [MASK], ("image", "must be a file")),
