@@ -7,6 +7,7 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request, Response
@@ -16,8 +17,7 @@ from omniq.config.served import ServedModel
 from omniq.errors import InvalidRequest
 from omniq.inputs import read_inputs, read_transparency
 from omniq.inputs.faults import invalid
-from omniq.jobs.model import JobRecord
-from omniq.outputs.base import OutputContext
+from omniq.jobs.model import ArtifactInfo, JobRecord
 from omniq.submit import fetcher
 from omniq_api.openai_compat import image_mapping, mapping, running
 from omniq_api.openai_compat.faults import SERVER, OpenAIError, OpenAIRoute, responses
@@ -149,17 +149,27 @@ async def _entry(
     data, info = await services.store.read_artifact(record, name)
     quality = body.output_compression
     if info.content_type != f"image/{form}" or quality is not None:
-        context = OutputContext(record.id, body.prompt, record.spec.parameters)
-        own = context.of_item(info.meta.get("index", 0))
-        data = await asyncio.to_thread(_encoded, data, form, own, quality)
+        encode = partial(_encoded, data, info, record, body.prompt, form=form, quality=quality)
+        data = await asyncio.to_thread(encode)
     return {"b64_json": base64.b64encode(data).decode()}
 
 
-def _encoded(data: bytes, form: str, context: OutputContext, quality: int | None) -> bytes:
+def _encoded(
+    data: bytes,
+    info: ArtifactInfo,
+    record: JobRecord,
+    prompt: str,
+    *,
+    form: str,
+    quality: int | None,
+) -> bytes:
     """A result file in another format, with the same facts in it."""
     from PIL import Image  # noqa: PLC0415 - few requests need it
 
+    from omniq.outputs.base import OutputContext  # noqa: PLC0415 - as above
     from omniq.outputs.image import encoded  # noqa: PLC0415 - as above
 
+    context = OutputContext(record.id, prompt, record.spec.parameters)
+    own = context.of_item(info.meta.get("index", 0))
     with Image.open(io.BytesIO(data)) as picture:
-        return encoded(picture.convert("RGB"), form, context, quality)
+        return encoded(picture.convert("RGB"), form, own, quality)
