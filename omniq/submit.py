@@ -12,7 +12,7 @@ from omniq.config import PipelineConfig, get_pipeline
 from omniq.config.params import PARAMS
 from omniq.config.request import validate_request
 from omniq.errors import InvalidRequest
-from omniq.inputs import InputFile, read_inputs
+from omniq.inputs import FETCH, InputFile, read_inputs
 from omniq.jobs.model import JobRecord, JobSpec, new_job_id
 from omniq.jobs.store import JobStore
 
@@ -62,13 +62,18 @@ async def submit(
     return await store.create(spec, upstream, chain.first_posts(spec, config), awaited=awaited)
 
 
-async def _with_files(store: JobStore, config: PipelineConfig, spec: JobSpec) -> JobSpec:
-    """The job with its files read and stored as blobs."""
+def fetcher(store: JobStore) -> FETCH:
+    """Reads result files of other jobs for :func:`~omniq.inputs.read_inputs`."""
 
     async def fetch(job_id: str, name: str) -> bytes:
         return (await store.get_artifact(job_id, name))[0]
 
-    inputs = await read_inputs(config, spec.inputs, fetch)
+    return fetch
+
+
+async def _with_files(store: JobStore, config: PipelineConfig, spec: JobSpec) -> JobSpec:
+    """The job with its files read and stored as blobs."""
+    inputs = await read_inputs(config, spec.inputs, fetcher(store))
     files: dict[str, BlobRef] = {}
     try:
         for name, value in inputs.items():

@@ -29,7 +29,7 @@ Times are Unix seconds.
 """
 TAGS = [
     {"name": "generate", "description": "One call from prompt to result."},
-    {"name": "openai", "description": "Language models, for clients of OpenAI's API."},
+    {"name": "openai", "description": "Language models and pictures, for clients of OpenAI's API."},
     {"name": "jobs", "description": "Durable requests and their results."},
     {"name": "pipelines", "description": "What can be asked for."},
     {"name": "system", "description": "Health, readiness, workers."},

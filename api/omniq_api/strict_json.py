@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope
 
 from omniq_api.problems import ProblemError
 
+JSON = "application/json"
 FORM = "multipart/form-data"
 #: The form's field that holds the request without its files.
 JSON_FIELD = "request"
@@ -85,31 +86,42 @@ class FormRequest(StrictJSONRequest):
 class StrictJSONRoute(APIRoute):
     """A route that reads strict JSON only."""
 
-    #: Whether forms are read too.
-    forms = False
+    #: What the route reads: JSON, forms, or both.
+    accepts: tuple[str, ...] = (JSON,)
+
+    async def read_form(self, request: Request) -> Any:
+        """The JSON body that a form stands for, where forms are read; files are bytes in it.
+
+        Raises:
+            ProblemError: the form cannot be read, or a field is not what it should be.
+        """
+        raise NotImplementedError
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's handler behind the content type check."""
         handler = super().get_route_handler()
         if self.body_field is None:
             return handler
-        allowed = f"application/json or {FORM}" if self.forms else "application/json"
+        allowed = " or ".join(self.accepts)
 
         async def strict(request: Request) -> Response:
             if not isinstance(request, StrictJSONRequest):
                 request = StrictJSONRequest(request.scope, request.receive)
             given = request.headers.get("content-type")
-            if self.forms and _type(given) == FORM:
-                return await handler(await _read_form(request))
-            if not _is_json(given) and (given is not None or await request.body()):
-                raise ProblemError(
-                    415,
-                    "unsupported_media_type",
-                    f"send the body as 'content-type: {allowed}', not {given!r}",
-                    faults=[{"field": "Content-Type", "message": f"must be {allowed}"}],
-                    headers={"accept": "application/json"},
-                )
-            return await handler(request)
+            if FORM in self.accepts and _type(given) == FORM:
+                value = await self.read_form(request)
+                return await handler(FormRequest(request.scope, request.receive, value))
+            if JSON in self.accepts and (
+                _is_json(given) or (given is None and not await request.body())
+            ):
+                return await handler(request)
+            raise ProblemError(
+                415,
+                "unsupported_media_type",
+                f"send the body as 'content-type: {allowed}', not {given!r}",
+                faults=[{"field": "Content-Type", "message": f"must be {allowed}"}],
+                headers={"accept": self.accepts[0]},
+            )
 
         return strict
 
@@ -117,7 +129,11 @@ class StrictJSONRoute(APIRoute):
 class FilesRoute(StrictJSONRoute):
     """A route that reads strict JSON, or a form with a field ``request`` of it and files."""
 
-    forms = True
+    accepts = (JSON, FORM)
+
+    async def read_form(self, request: Request) -> Any:
+        """The form's field ``request``, with the files among the inputs."""
+        return await _read_job(request)
 
 
 def _type(content_type: str | None) -> str:
@@ -133,44 +149,55 @@ def _is_json(content_type: str | None) -> bool:
     return main == "application" and (subtype == "json" or subtype.endswith("+json"))
 
 
-async def _read_form(request: Request) -> FormRequest:
-    """The body that a form stands for: its field ``request``, the files among the inputs.
+async def form_parts(request: Request, max_fields: int) -> list[tuple[str, str | bytes]]:
+    """The parts of a form in order, by name: fields as text, files as bytes.
 
     Raises:
-        ProblemError: the form cannot be read, or a field is not what it should be.
+        ProblemError: the form cannot be read, or has too many parts or too long a field.
     """
-    value: Any = None
-    files: dict[str, list[bytes]] = {}
     try:
-        async with request.form(max_files=MAX_FILES, max_fields=1, max_part_size=MAX_JSON) as form:
-            for name, item in form.multi_items():
-                if name == JSON_FIELD:
-                    if value is not None:
-                        raise _bad_form(JSON_FIELD, "is given twice")
-                    value = orjson.loads(item if isinstance(item, str) else await item.read())
-                elif isinstance(item, UploadFile):
-                    files.setdefault(name, []).append(await item.read())
-                else:
-                    raise _bad_form(name, "must be a file")
+        async with request.form(
+            max_files=MAX_FILES, max_fields=max_fields, max_part_size=MAX_JSON
+        ) as form:
+            return [
+                (name, await item.read() if isinstance(item, UploadFile) else item)
+                for name, item in form.multi_items()
+            ]
     except ProblemError:
         raise
     except StarletteHTTPException as exc:
-        raise _bad_form("body", str(exc.detail)) from exc
-    except orjson.JSONDecodeError as exc:
-        raise _bad_form(JSON_FIELD, f"is not valid JSON: {exc}") from exc
+        raise bad_form("body", str(exc.detail)) from exc
+
+
+async def _read_job(request: Request) -> dict[str, Any]:
+    value: Any = None
+    files: dict[str, list[bytes]] = {}
+    for name, item in await form_parts(request, max_fields=1):
+        if name == JSON_FIELD:
+            if value is not None:
+                raise bad_form(JSON_FIELD, "is given twice")
+            try:
+                value = orjson.loads(item)
+            except orjson.JSONDecodeError as exc:
+                raise bad_form(JSON_FIELD, f"is not valid JSON: {exc}") from exc
+        elif isinstance(item, bytes):
+            files.setdefault(name, []).append(item)
+        else:
+            raise bad_form(name, "must be a file")
     if not isinstance(value, dict):
-        raise _bad_form(JSON_FIELD, "must be the request as a JSON object")
+        raise bad_form(JSON_FIELD, "must be the request as a JSON object")
     inputs = value.setdefault("input", {})
     if not isinstance(inputs, dict):
-        raise _bad_form(JSON_FIELD, "'input' must be an object")
+        raise bad_form(JSON_FIELD, "'input' must be an object")
     for name, data in files.items():
         if name in inputs:
-            raise _bad_form(name, "is given twice, also in the request's input")
+            raise bad_form(name, "is given twice, also in the request's input")
         inputs[name] = data if len(data) > 1 else data[0]
-    return FormRequest(request.scope, request.receive, value)
+    return value
 
 
-def _bad_form(field: str, message: str) -> ProblemError:
+def bad_form(field: str, message: str) -> ProblemError:
+    """400: a part of the form is not what it should be."""
     return ProblemError(
         400, "malformed_form", f"{field}: {message}", faults=[{"field": field, "message": message}]
     )

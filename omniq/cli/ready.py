@@ -95,17 +95,17 @@ def banner_text(config: PipelineConfig, *, flower: bool | None = True) -> str:
     settings = get_settings()
     api = f"http://{_reachable(settings.api_host)}:{settings.api_port}"
     lines = ["", f"{config.name} is ready.", f"  API     {api}", f"  Docs    {api}/docs"]
-    if (chat := openai_model(config)) is not None:
-        lines.append(f"  OpenAI  {api}/v1  (model {chat})")
+    if (model := openai_model(config)) is not None:
+        lines.append(f"  OpenAI  {api}/v1  (model {model.name})")
     if flower is not None:
         user, _, password = (settings.flower_auth or "").partition(":")
         login = f"user {user}, password {password}" if password else "login: see flower's 1st line"
         address = f"http://127.0.0.1:{settings.flower_port}  ({login})"
         lines.append(f"  Flower  {address if flower else 'does not answer'}")
-    if chat is not None and "messages" in config.inputs:
+    if model is not None and model.text is not None and "messages" in config.inputs:
         route, target = "chat/completions", ""
         body: dict[str, Any] = {
-            "model": chat,
+            "model": model.name,
             "messages": [{"role": "user", "content": "Say hello."}],
             "max_tokens": 32,
         }

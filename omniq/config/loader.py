@@ -131,6 +131,11 @@ def available_pipelines() -> dict[str, PipelineConfig]:
     return found
 
 
+def is_builtin(pipeline: PipelineConfig) -> bool:
+    """Whether omniq brings the pipeline itself, so that it is there though nobody asked for it."""
+    return (BUILTIN_DIR / f"{pipeline.name}{SUFFIXES[0]}").is_file()
+
+
 def get_pipeline(name: str) -> PipelineConfig:
     """The pipeline of that name.
 

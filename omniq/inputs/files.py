@@ -10,7 +10,7 @@ from typing import Any
 from omniq.config.pipeline import InputConfig, PipelineConfig
 from omniq.errors import ArtifactNotFound, JobNotFound
 from omniq.inputs.faults import invalid, too_large
-from omniq.inputs.pictures import pixels_of
+from omniq.inputs.pictures import pixels_of, transparency_of
 from omniq.inputs.sources import ArtifactId, source_of
 from omniq.inputs.tensors import tensor_file
 from omniq.settings import get_settings
@@ -54,6 +54,24 @@ async def read_inputs(
         if name in inputs and not isinstance(inputs[name], InputFile):
             found[name] = await _read(name, pipeline.inputs[name], inputs[name], fetch, local)
     return found
+
+
+async def read_transparency(pipeline: PipelineConfig, name: str, data: bytes) -> InputFile:
+    """A mask from the file of a picture: white where that is wholly transparent, else black.
+
+    Args:
+        pipeline: has an input ``name`` of type image.
+        name: of the input that the mask is for.
+        data: PNG or WebP.
+
+    Raises:
+        InvalidRequest: or its subclasses, naming the input; also a picture without transparency.
+    """
+    field = f"input.{name}"
+    source = source_of(data, field, local=False)
+    most = pipeline.inputs[name].max_pixels
+    mask = await asyncio.to_thread(transparency_of, source, field, most)
+    return await asyncio.to_thread(_pictures, pipeline.inputs[name], [mask], [field])
 
 
 async def _read(name: str, spec: InputConfig, value: Any, fetch: FETCH, local: bool) -> InputFile:

@@ -58,6 +58,17 @@ def pixels_of(value: Any, field: str, most_pixels: int) -> Pixels:
     raise invalid(field, f"must be a picture, not {type(value).__name__}")
 
 
+def transparency_of(data: bytes, field: str, most_pixels: int) -> Pixels:
+    """A mask, uint8 [H, W, 3]: 255 where the file's picture is wholly transparent, else 0.
+
+    Raises:
+        InputTooLarge, UnsupportedInput, InvalidRequest: as :func:`pixels_of`; also a picture
+            without an alpha channel.
+    """
+    most = min(most_pixels, get_settings().max_image_pixels)
+    return read_file(data, field, most, partial(_transparency, field=field))
+
+
 def read_file(
     data: bytes,
     field: str,
@@ -102,6 +113,16 @@ def _decoded(image: Image, field: str) -> Pixels:
         raise
     except Exception as exc:  # as above
         raise invalid(field, f"the picture cannot be decoded: {exc}") from exc
+
+
+def _transparency(image: Image, field: str) -> Pixels:
+    import numpy as np  # noqa: PLC0415 - as above
+    from PIL import ImageOps  # noqa: PLC0415 - as above
+
+    if not image.has_transparency_data:
+        raise invalid(field, "must have an alpha channel: what is transparent is made anew")
+    alpha = np.asarray(ImageOps.exif_transpose(image).convert("RGBA"))[..., 3]
+    return np.repeat(np.where(alpha == 0, 255, 0).astype(np.uint8)[..., None], 3, axis=2)
 
 
 def _check_pixels(size: tuple[int, int], field: str, most: int) -> None:

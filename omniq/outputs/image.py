@@ -48,13 +48,26 @@ class ImageHandler(OutputHandler):
         pictures = tensor.numpy() if len(shape) == 4 else [tensor.numpy()]
 
         def encode(name: str, context: OutputContext, pixels: Any) -> EncodedArtifact:
-            file = io.BytesIO()
-            options = {**SAVE_OPTIONS[form], **_metadata(form, context)}
-            Image.fromarray(pixels).save(file, form, **options)
+            file = encoded(Image.fromarray(pixels), form, context)
             meta = {"width": pixels.shape[1], "height": pixels.shape[0], "format": form}
-            return EncodedArtifact(name, f"image/{form}", file.getvalue(), meta)
+            return EncodedArtifact(name, f"image/{form}", file, meta)
 
         return several(encode, name, pictures, context)
+
+
+def encoded(
+    picture: Image.Image, form: str, context: OutputContext, quality: int | None = None
+) -> bytes:
+    """An RGB picture as a file of a format of :class:`ImageHandler`, with its metadata.
+
+    ``quality`` is of WebP and JPEG, 0 to 100.
+    """
+    file = io.BytesIO()
+    options = {**SAVE_OPTIONS[form], **_metadata(form, context)}
+    if quality is not None:
+        options["quality"] = quality
+    picture.save(file, form, **options)
+    return file.getvalue()
 
 
 def facts_of(context: OutputContext) -> dict[str, Any]:

@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 from PIL import Image
 from redis.asyncio import Redis
 from support import free_port
 
+from omniq.blobs import RedisStore
 from omniq.jobs.model import ArtifactInfo, JobRecord, JobState, StageResult, Verdict
 from omniq.jobs.store import JobStore
 
@@ -88,6 +90,16 @@ async def only_job(store: JobStore) -> str:
         return jobs[0].id if jobs else None
 
     return str(await eventually(find, what="a job"))
+
+
+async def stored(store: JobStore, job_id: str, name: str = "image") -> dict[str, np.ndarray]:
+    """What the stages of a job get as an input."""
+    ref = (await store.get(job_id)).spec.files[name]
+    blobs = RedisStore.from_settings()
+    try:
+        return {n: t.numpy() for n, t in blobs.get(ref).items()}
+    finally:
+        blobs.close()
 
 
 async def watching_connections(aredis: Redis) -> int:

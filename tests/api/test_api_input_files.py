@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from api_support import PNG, begin, problem
+from api_support import PNG, begin, problem, stored
 from safetensors.numpy import load
 
 from omniq.blobs import RedisStore
@@ -54,16 +54,6 @@ def _pipeline(broker: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def body_with(image: object) -> dict[str, object]:
     return {**BODY, "input": {"prompt": "make it red", "image": image}}
-
-
-async def stored(store: JobStore, job_id: str, name: str = "image") -> dict[str, np.ndarray]:
-    """What the stages of a job get as an input."""
-    ref = (await store.get(job_id)).spec.files[name]
-    blobs = RedisStore.from_settings()
-    try:
-        return {n: t.numpy() for n, t in blobs.get(ref).items()}
-    finally:
-        blobs.close()
 
 
 async def test_a_data_url_becomes_a_blob_that_ends_with_the_job(

@@ -342,7 +342,17 @@ async def test_a_body_that_is_no_json_is_an_openai_error(client: httpx.AsyncClie
     assert response.json()["error"]["code"] == "malformed_json"
 
 
-async def test_pipelines_of_several_stages_are_no_models(client: httpx.AsyncClient) -> None:
-    assert [m["id"] for m in (await client.get("/v1/models")).json()["data"]] == ["lm", "embedder"]
-    response = await client.post("/v1/completions", json={"model": "tiny-omni", "prompt": "x"})
-    assert response.status_code == 404
+async def test_pipelines_of_several_stages_are_no_language_models(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that makes pictures is a model for these; the built-in one only where it is served."""
+    body = {"model": "tiny-omni", "prompt": "x"}
+    found = [m["id"] for m in (await client.get("/v1/models")).json()["data"]]
+    assert found == ["tiny-omni", "lm", "embedder"]
+    response = await client.post("/v1/completions", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
+    monkeypatch.setenv("OMNIQ_DEFAULT_PIPELINE", "lm")
+    get_settings.cache_clear()
+    found = [m["id"] for m in (await client.get("/v1/models")).json()["data"]]
+    assert found == ["lm", "embedder"]
+    assert (await client.post("/v1/completions", json=body)).status_code == 404

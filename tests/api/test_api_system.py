@@ -190,6 +190,8 @@ OPENAI = {
     "POST /v1/chat/completions",
     "POST /v1/completions",
     "POST /v1/embeddings",
+    "POST /v1/images/generations",
+    "POST /v1/images/edits",
 }
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import pytest
 import pytest_asyncio
 import torch
 from diffusion_helpers import picture, whole
 from omniq_api.app import create_app
+from openai_api import openai_client
 from PIL import Image
 from tiny_families import make
 
@@ -229,3 +233,37 @@ async def test_a_deadline_ends_a_long_run(llm: AsyncOmniLLM) -> None:
         await llm.generate(PROMPT, num_inference_steps=1000, timeout=1.0)
     assert caught.value.details["state"] == "expired"
     assert (await llm.generate(PROMPT, seed=1)).finished
+
+
+async def test_openai_clients_edit_pictures(
+    llm: AsyncOmniLLM, stock: dict[str, Any], tmp_path: Path
+) -> None:
+    """By the official client, each as the stock pipeline: a picture, a mask, faults of the engine.
+
+    What is transparent in OpenAI's mask is white in diffusers'.
+    """
+    hole = pil(SHOWN).convert("RGBA")
+    hole.putalpha(Image.fromarray(255 - MASK[..., 0].numpy()))
+    file = io.BytesIO()
+    hole.save(file, "PNG")
+
+    def read(answer: openai.types.ImagesResponse) -> list[Image.Image]:
+        return [Image.open(io.BytesIO(base64.b64decode(d.b64_json))) for d in answer.data]
+
+    async with openai_client(tmp_path) as client:
+        ask = partial(client.images.edit, model="pictures", prompt=PROMPT)
+        answer = await ask(
+            image=[png(SHOWN)], n=2, size="32x32", extra_body={"seed": 5, "strength": 0.75}
+        )
+        for i, found in enumerate(read(answer)):
+            assert_same(found, stock["image"], 5 + i, image=pil(SHOWN), strength=0.75)
+        answer = await ask(
+            image=png(SHOWN), mask=file.getvalue(), extra_body={"seed": 6, "strength": 1.0}
+        )
+        more = {"image": pil(SHOWN), "mask_image": pil(MASK), "strength": 1.0}
+        assert_same(read(answer)[0], stock["inpaint"], 6, **more)
+        answer = await ask(image=png(SHOWN), output_format="jpeg", extra_body={"seed": 5})
+        assert (read(answer)[0].format, answer.output_format) == ("JPEG", "jpeg")
+        with pytest.raises(openai.BadRequestError, match="multiple of 4") as caught:
+            await ask(image=png(SHOWN), size="33x33")
+        assert caught.value.param == "size"

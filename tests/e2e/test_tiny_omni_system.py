@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import time
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import pytest
 import torch
 from flower_process import flower
+from openai_api import openai_client
 from PIL import Image
 from tiny_omni.captioner import write_caption
 from tiny_omni.evaluate import load_pipeline, paint
@@ -160,3 +163,38 @@ async def test_flower_shows_workers_queues_and_readable_tasks(
             assert "omniq" in page.lower() or "flower" in page.lower()
             queues = (await client.get("/broker")).text
             assert "omniq.tiny-omni.dit" in queues
+
+
+async def test_openai_clients_get_pictures(jobs: JobStore, tmp_path: Path) -> None:
+    """Generations by the official client: what they ask for, and the same as a job of that seed."""
+    prompt = "a red circle above a blue square"
+    _, expected = await result(jobs, await send(jobs, prompt, seed=11, temperature=0.0))
+    async with openai_client(tmp_path) as client:
+        assert "tiny-omni" in [m.id async for m in client.models.list()]
+        two = await client.images.generate(
+            model="tiny-omni",
+            prompt=prompt,
+            n=2,
+            size="64x64",
+            quality="auto",
+            extra_body={"seed": 11, "temperature": 0.0},
+        )
+        first, second = (Image.open(io.BytesIO(base64.b64decode(d.b64_json))) for d in two.data)
+        assert np.array_equal(first, expected) and not np.array_equal(first, second)
+        assert (two.size, two.output_format, first.text["seed"]) == ("64x64", "png", "11")
+        one = await client.images.generate(
+            prompt=prompt, response_format="url", extra_body={"seed": 11, "temperature": 0.0}
+        )
+        async with httpx.AsyncClient() as http:
+            answer = await http.get(one.data[0].url)
+        assert np.array_equal(Image.open(io.BytesIO(answer.content)), expected)
+        with pytest.raises(openai.BadRequestError, match="at most 64") as caught:
+            await client.images.generate(model="tiny-omni", prompt=prompt, size="1024x1024")
+        assert (caught.value.param, caught.value.code) == ("size", None)
+        long = {"num_inference_steps": 100, "seed": 77}
+        asking = asyncio.create_task(client.images.generate(prompt=prompt, n=10, extra_body=long))
+        while (newest := (await jobs.list(limit=1))[0][0]).spec.parameters["dit"]["seed"] != 77:
+            assert not asking.done(), asking.result()
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        assert (await jobs.wait(newest.id, 60)).state is JobState.CANCELLED

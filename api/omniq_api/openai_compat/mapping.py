@@ -65,7 +65,7 @@ def of_chat(body: ChatRequest, model: ServedModel) -> Submission:
     Raises:
         OpenAIError: the model takes no messages, or a field is unknown.
     """
-    inputs = {_input(model, "messages", "messages"): body.messages}
+    inputs = {input_of(model, "messages", "messages"): body.messages}
     parameters = _parameters(body)
     names = {}
     if body.max_completion_tokens is not None:
@@ -81,7 +81,7 @@ def of_chat(body: ChatRequest, model: ServedModel) -> Submission:
         parameters["tool_choice"] = body.tool_choice
     if body.parallel_tool_calls is not None:
         parameters["parallel_tool_calls"] = body.parallel_tool_calls
-    return _submission(
+    return submission_of(
         model, inputs, parameters, "messages", user=body.user, metadata=body.metadata, names=names
     )
 
@@ -97,7 +97,7 @@ def of_completion(body: CompletionRequest, model: ServedModel) -> list[Submissio
         parameters["logprobs"] = body.logprobs
     names = {"parameters.logprobs": "logprobs"}
     return [
-        _submission(model, inputs, parameters, "prompt", user=body.user, names=names)
+        submission_of(model, inputs, parameters, "prompt", user=body.user, names=names)
         for inputs in _prompts(model, body.prompt, "prompt")
     ]
 
@@ -109,10 +109,10 @@ def of_embedding(body: EmbeddingRequest, model: ServedModel) -> list[Submission]
         OpenAIError: the model takes no such input, or makes no embeddings.
     """
     if model.embedding is None:
-        raise _unable(model, "makes no embeddings", "model")
+        raise unable(model, "makes no embeddings", "model")
     parameters = _parameters(body)
     return [
-        _submission(model, inputs, parameters, "input", user=body.user)
+        submission_of(model, inputs, parameters, "input", user=body.user)
         for inputs in _prompts(model, body.input, "input")
     ]
 
@@ -165,23 +165,29 @@ def _prompts(model: ServedModel, prompts: Prompts, param: str) -> list[dict[str,
     else:
         several = list(prompts)
     return [
-        {_input(model, "text" if isinstance(p, str) else "token_ids", param): p} for p in several
+        {input_of(model, "text" if isinstance(p, str) else "token_ids", param): p} for p in several
     ]
 
 
-def _input(model: ServedModel, kind: str, param: str) -> str:
+def input_of(model: ServedModel, kind: str, param: str) -> str:
+    """Name of the model's input of that type, which the field ``param`` is for.
+
+    Raises:
+        OpenAIError: 400; it has none.
+    """
     name = model.input_of(kind)
     if name is None:
         takes = ", ".join(f"{n} ({i.type})" for n, i in model.pipeline.inputs.items())
-        raise _unable(model, f"takes no {kind.replace('_', ' ')}; it takes: {takes}", param)
+        raise unable(model, f"takes no {kind.replace('_', ' ')}; it takes: {takes}", param)
     return name
 
 
-def _unable(model: ServedModel, what: str, param: str) -> OpenAIError:
+def unable(model: ServedModel, what: str, param: str) -> OpenAIError:
+    """400: the model cannot do what the field ``param`` asks for."""
     return OpenAIError(400, f"the model {model.name!r} {what}", param=param)
 
 
-def _submission(
+def submission_of(
     model: ServedModel,
     inputs: dict[str, Any],
     parameters: dict[str, Any],
@@ -191,7 +197,7 @@ def _submission(
     metadata: dict[str, str] | None = None,
     names: dict[str, str] | None = None,
 ) -> Submission:
-    """``param`` is the field that the inputs come from."""
+    """One job; ``param`` is the field that the inputs come from unless ``names`` says another."""
     labels = {**(metadata or {}), **({"user": user} if user else {})}
     called = {f"input.{name}": param for name in inputs}
     return Submission(model.pipeline.name, inputs, parameters, labels, {**called, **(names or {})})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -14,10 +13,9 @@ from fastapi import APIRouter, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from omniq.config.served import ServedModel, served_models
-from omniq.errors import BrokerUnavailable, InvalidRequest, JobNotFound
-from omniq.jobs.model import JobRecord, JobState
-from omniq.submit import submit
-from omniq_api.openai_compat import answers, mapping
+from omniq.errors import BrokerUnavailable, JobNotFound
+from omniq.jobs.model import JobRecord
+from omniq_api.openai_compat import answers, images, mapping, running
 from omniq_api.openai_compat.faults import (
     SERVER,
     OpenAIError,
@@ -25,7 +23,6 @@ from omniq_api.openai_compat.faults import (
     error_body,
     responses,
 )
-from omniq_api.openai_compat.mapping import Submission
 from omniq_api.openai_compat.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
 from omniq_api.openai_compat.stream import JobStream, chat_chunks, completion_chunks
 from omniq_api.services import Live, Services
@@ -33,6 +30,7 @@ from omniq_api.waiting import ClientGone, unless_gone
 
 logger = logging.getLogger("omniq.api")
 router = APIRouter(prefix="/v1", tags=["openai"], route_class=OpenAIRoute)
+router.include_router(images.router)
 
 Chunks = AsyncGenerator[dict[str, Any] | None]
 STARTED = int(time.time())
@@ -65,13 +63,13 @@ async def chat(request: Request, services: Live, body: ChatRequest) -> Response:
     model = mapping.find_model(body.model)
     _needs_text(model)
     submission = mapping.of_chat(body, model)
-    jobs = await _submitted(services, [submission], stream=body.stream)
+    jobs = await running.submitted(services, [submission], stream=body.stream)
     if body.stream:
         stream = JobStream(services, jobs[0], model, submission)
         chunks = chat_chunks(stream, include_usage=body.include_usage)
         return await _streamed(request, services, jobs, chunks)
-    records = await _finished(request, services, jobs, [submission])
-    return _answer(answers.chat_completion(records[0], model)) if records else _gone()
+    records = await running.finished(request, services, jobs, [submission])
+    return running.answer(answers.chat_completion(records[0], model)) if records else running.gone()
 
 
 @router.post(
@@ -88,15 +86,15 @@ async def completions(request: Request, services: Live, body: CompletionRequest)
     model = mapping.find_model(body.model)
     _needs_text(model)
     submissions = mapping.of_completion(body, model)
-    jobs = await _submitted(services, submissions, stream=body.stream)
+    jobs = await running.submitted(services, submissions, stream=body.stream)
     if body.stream:
         streams = [
             JobStream(services, job, model, s) for job, s in zip(jobs, submissions, strict=True)
         ]
         chunks = completion_chunks(streams, include_usage=body.include_usage)
         return await _streamed(request, services, jobs, chunks)
-    records = await _finished(request, services, jobs, submissions)
-    return _answer(answers.completion(records, model)) if records else _gone()
+    records = await running.finished(request, services, jobs, submissions)
+    return running.answer(answers.completion(records, model)) if records else running.gone()
 
 
 @router.post(
@@ -109,11 +107,11 @@ async def embeddings(request: Request, services: Live, body: EmbeddingRequest) -
     """The embedding of each input."""
     model = mapping.find_model(body.model)
     submissions = mapping.of_embedding(body, model)
-    jobs = await _submitted(services, submissions, stream=False)
-    records = await _finished(request, services, jobs, submissions)
+    jobs = await running.submitted(services, submissions, stream=False)
+    records = await running.finished(request, services, jobs, submissions)
     if not records:
-        return _gone()
-    return _answer(answers.embeddings(records, model, body.encoding_format))
+        return running.gone()
+    return running.answer(answers.embeddings(records, model, body.encoding_format))
 
 
 def _model_object(model: ServedModel) -> dict[str, Any]:
@@ -129,69 +127,8 @@ def _model_object(model: ServedModel) -> dict[str, Any]:
 
 def _needs_text(model: ServedModel) -> None:
     if model.text is None:
-        raise OpenAIError(400, f"the model {model.name!r} makes no text", param="model")
-
-
-async def _submitted(
-    services: Services, submissions: Sequence[Submission], *, stream: bool
-) -> list[JobRecord]:
-    """All jobs, or none; those that do not stream are for :func:`_finished`."""
-    done: list[JobRecord] = []
-    try:
-        for each in submissions:
-            done.append(
-                await submit(
-                    services.store,
-                    pipeline=each.pipeline,
-                    inputs=each.inputs,
-                    parameters=each.parameters,
-                    metadata=each.metadata,
-                    stream=stream,
-                    awaited=not stream,
-                )
-            )
-    except InvalidRequest as exc:
-        await _cancel(services, done)
-        raise mapping.in_openai_terms(exc, each) from exc
-    except BrokerUnavailable:
-        await _cancel(services, done)
-        raise
-    return done
-
-
-async def _finished(
-    request: Request,
-    services: Services,
-    jobs: Sequence[JobRecord],
-    submissions: Sequence[Submission],
-) -> list[JobRecord]:
-    """The jobs when all have ended well; none if the client has gone, which cancels them.
-
-    Raises:
-        OpenAIError: one of them failed, which cancels the others, or this server stops.
-    """
-
-    async def one(job: JobRecord, submission: Submission) -> JobRecord:
-        record = await services.store.wait(job.id)
-        if not record.state.final:
-            raise OpenAIError(503, "this server stops; ask again", kind=SERVER)
-        if record.state is not JobState.SUCCEEDED:
-            raise answers.failure(record, submission)
-        return record
-
-    async def together() -> list[JobRecord]:
-        return await asyncio.gather(*map(one, jobs, submissions))
-
-    done = False
-    try:
-        records = await unless_gone(request.receive, together())
-        done = True
-        return records
-    except ClientGone:
-        return []
-    finally:
-        if not done:
-            await _cancel(services, jobs)
+        makes = "no text" if model.image is None else "pictures; use /v1/images/generations"
+        raise OpenAIError(400, f"the model {model.name!r} makes {makes}", param="model")
 
 
 async def _streamed(
@@ -204,11 +141,11 @@ async def _streamed(
         begun = True
         return _ChunkResponse(services, jobs, first, chunks)
     except ClientGone:
-        return _gone()
+        return running.gone()
     finally:
         if not begun:
             await chunks.aclose()
-            await _cancel(services, jobs)
+            await running.cancel(services, jobs)
 
 
 async def _first(chunks: Chunks) -> dict[str, Any] | None:
@@ -242,7 +179,7 @@ class _ChunkResponse(Response):
             pass
         finally:
             if not done:
-                await _cancel(self._services, self._jobs)
+                await running.cancel(self._services, self._jobs)
 
     async def _write(self, send: Send) -> bool:
         """Whether the jobs have ended well."""
@@ -266,20 +203,3 @@ class _ChunkResponse(Response):
 async def _send(send: Send, chunk: dict[str, Any] | None) -> None:
     body = b": keep-alive\n\n" if chunk is None else b"data: %b\n\n" % orjson.dumps(chunk)
     await send({"type": "http.response.body", "body": body, "more_body": True})
-
-
-async def _cancel(services: Services, jobs: Sequence[JobRecord]) -> None:
-    for job in jobs:
-        try:
-            await services.store.cancel(job.id)
-        except (BrokerUnavailable, JobNotFound) as exc:
-            logger.warning("job %s, which nobody waits for, goes on: %s", job.id, exc)
-
-
-def _answer(body: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")
-
-
-def _gone() -> Response:
-    """For a client that has gone."""
-    return Response(status_code=204)

@@ -1,7 +1,8 @@
 """Bodies of the OpenAI-compatible routes.
 
 Fields are OpenAI's. Beside them every parameter of an AR stage (vLLM's ``SamplingParams`` names,
-``top_k``, ``ignore_eos``, ...) may stand at the top level, as vLLM's own server takes them.
+``top_k``, ``ignore_eos``, ...) may stand at the top level, as vLLM's own server takes them; with
+pictures, every parameter of the pipeline.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from omniq.settings import get_settings
 
 MAX_PROMPTS = 256
+MAX_PICTURES = 16
 
 Text = Annotated[str, StringConstraints(strict=True)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
@@ -29,18 +31,23 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool = Field(False, description="Accepted; there is no padding.")
 
 
-class OpenAIRequest(BaseModel):
-    """What all three have in common."""
+class _Body(BaseModel):
+    """What all have in common."""
 
     model_config = ConfigDict(extra="allow")
 
-    model: Annotated[str, Field(max_length=512, description="A name that `/v1/models` lists.")]
     user: str | None = Field(None, max_length=512, description="Kept with the job as a label.")
 
     @property
     def more(self) -> dict[str, Any]:
-        """Fields that are not declared here: parameters of the stage, or unknown ones."""
+        """Fields that are not declared here: parameters of stages, or unknown ones."""
         return dict(self.model_extra or {})
+
+
+class OpenAIRequest(_Body):
+    """What requests to language models have in common."""
+
+    model: Annotated[str, Field(max_length=512, description="A name that `/v1/models` lists.")]
 
 
 class _Generation(OpenAIRequest):
@@ -138,3 +145,52 @@ class EmbeddingRequest(OpenAIRequest):
 
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
+
+
+class ImageRequest(_Body):
+    """Body of ``POST /v1/images/generations``."""
+
+    prompt: Text
+    model: str | None = Field(
+        None, max_length=512, description="A name that `/v1/models` lists; the default pipeline."
+    )
+    n: int | None = Field(None, ge=1, le=10, strict=True, description="Pictures.")
+    size: str | None = Field(
+        None,
+        pattern=r"^(auto|[1-9]\d{0,4}x[1-9]\d{0,4})$",
+        description="`WIDTHxHEIGHT` in pixels; `auto`: the pipeline's own.",
+    )
+    response_format: Literal["b64_json", "url"] | None = Field(
+        None, description="`b64_json` (the default): the file; `url`: where it is."
+    )
+    output_format: Literal["png", "jpeg", "webp"] | None = Field(
+        None, description="Default: the pipeline's own."
+    )
+    output_compression: int | None = Field(
+        None, ge=0, le=100, strict=True, description="Quality of a jpeg or webp file."
+    )
+    background: Literal["auto", "opaque"] | None = None
+    quality: Literal["auto", "standard", "hd", "low", "medium", "high", "xhigh", "max"] | None = (
+        Field(None, description="Accepted, without effect.")
+    )
+    style: Literal["vivid", "natural"] | None = Field(None, description="Without effect.")
+    moderation: Literal["auto", "low"] | None = Field(None, description="Without effect.")
+    stream: Literal[False] | None = None
+    partial_images: Literal[0] | None = None
+    safety_identifier: str | None = Field(
+        None, max_length=512, description="Kept with the job as a label."
+    )
+
+
+class ImageEditRequest(ImageRequest):
+    """Form of ``POST /v1/images/edits``."""
+
+    image: list[bytes] = Field(
+        min_length=1,
+        max_length=MAX_PICTURES,
+        description="PNG, JPEG or WebP; several as `image[]`.",
+    )
+    mask: bytes | None = Field(
+        None, description="PNG or WebP of the picture's size: what is transparent is made anew."
+    )
+    input_fidelity: Literal["high", "low"] | None = Field(None, description="Without effect.")

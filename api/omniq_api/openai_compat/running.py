@@ -1,0 +1,103 @@
+"""The jobs of one request of these routes: submitted together, awaited together, cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from fastapi import Request, Response
+
+from omniq.errors import BrokerUnavailable, InvalidRequest, JobNotFound
+from omniq.jobs.model import JobRecord, JobState
+from omniq.submit import submit
+from omniq_api.openai_compat import answers, mapping
+from omniq_api.openai_compat.faults import SERVER, OpenAIError
+from omniq_api.openai_compat.mapping import Submission
+from omniq_api.services import Services
+from omniq_api.waiting import ClientGone, unless_gone
+
+logger = logging.getLogger("omniq.api")
+
+
+async def submitted(
+    services: Services, submissions: Sequence[Submission], *, stream: bool
+) -> list[JobRecord]:
+    """All jobs, or none; those that do not stream are for :func:`_finished`."""
+    done: list[JobRecord] = []
+    try:
+        for each in submissions:
+            done.append(
+                await submit(
+                    services.store,
+                    pipeline=each.pipeline,
+                    inputs=each.inputs,
+                    parameters=each.parameters,
+                    metadata=each.metadata,
+                    stream=stream,
+                    awaited=not stream,
+                )
+            )
+    except InvalidRequest as exc:
+        await cancel(services, done)
+        raise mapping.in_openai_terms(exc, each) from exc
+    except BrokerUnavailable:
+        await cancel(services, done)
+        raise
+    return done
+
+
+async def finished(
+    request: Request,
+    services: Services,
+    jobs: Sequence[JobRecord],
+    submissions: Sequence[Submission],
+) -> list[JobRecord]:
+    """The jobs when all have ended well; none if the client has gone, which cancels them.
+
+    Raises:
+        OpenAIError: one of them failed, which cancels the others, or this server stops.
+    """
+
+    async def one(job: JobRecord, submission: Submission) -> JobRecord:
+        record = await services.store.wait(job.id)
+        if not record.state.final:
+            raise OpenAIError(503, "this server stops; ask again", kind=SERVER)
+        if record.state is not JobState.SUCCEEDED:
+            raise answers.failure(record, submission)
+        return record
+
+    async def together() -> list[JobRecord]:
+        return await asyncio.gather(*map(one, jobs, submissions))
+
+    done = False
+    try:
+        records = await unless_gone(request.receive, together())
+        done = True
+        return records
+    except ClientGone:
+        return []
+    finally:
+        if not done:
+            await cancel(services, jobs)
+
+
+async def cancel(services: Services, jobs: Sequence[JobRecord]) -> None:
+    """Cancel them all, for nobody waits for them any more."""
+    for job in jobs:
+        try:
+            await services.store.cancel(job.id)
+        except (BrokerUnavailable, JobNotFound) as exc:
+            logger.warning("job %s, which nobody waits for, goes on: %s", job.id, exc)
+
+
+def answer(body: dict[str, Any]) -> Response:
+    """An answer in JSON."""
+    return Response(orjson.dumps(body), media_type="application/json")
+
+
+def gone() -> Response:
+    """For a client that has gone."""
+    return Response(status_code=204)
