@@ -22,7 +22,7 @@ from omniq.runtime.local import LocalSystem
 from omniq.runtime.private_broker import PrivateBroker
 from omniq.runtime.ready import readiness
 from omniq.settings import get_settings
-from omniq.submit import submit
+from omniq.submit import fetch_input, submit
 
 logger = logging.getLogger(__name__)
 
@@ -308,8 +308,7 @@ class AsyncOmniLLM:
         return await read_inputs(self.config, self._inputs(prompt), self._fetch, local=True)
 
     async def _fetch(self, job_id: str, name: str) -> bytes:
-        store = await self._connected()
-        return (await store.get_artifact(job_id, name))[0]
+        return await fetch_input(await self._connected(), job_id, name)
 
     def _inputs(self, prompt: Prompt) -> dict[str, Any]:
         if isinstance(prompt, Mapping):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from functools import partial
 from typing import Any
 
 from omniq import chain
@@ -11,10 +12,11 @@ from omniq.blobs.base import BlobRef
 from omniq.config import PipelineConfig, get_pipeline
 from omniq.config.params import PARAMS
 from omniq.config.request import validate_request
-from omniq.errors import InvalidRequest
-from omniq.inputs import FETCH, InputFile, read_inputs
+from omniq.errors import InputTooLarge, InvalidRequest
+from omniq.inputs import InputFile, read_inputs
 from omniq.jobs.model import JobRecord, JobSpec, new_job_id
 from omniq.jobs.store import JobStore
+from omniq.settings import get_settings
 
 PRIORITIES = range(10)
 
@@ -62,18 +64,24 @@ async def submit(
     return await store.create(spec, upstream, chain.first_posts(spec, config), awaited=awaited)
 
 
-def fetcher(store: JobStore) -> FETCH:
-    """Reads result files of other jobs for :func:`~omniq.inputs.read_inputs`."""
+async def fetch_input(store: JobStore, job_id: str, name: str) -> bytes:
+    """A result file that is to be an input of another job.
 
-    async def fetch(job_id: str, name: str) -> bytes:
-        return (await store.get_artifact(job_id, name))[0]
-
-    return fetch
+    Raises:
+        JobNotFound, ArtifactNotFound: there is none.
+        InputTooLarge: it has more bytes than an input may have, and was not read.
+    """
+    record = await store.get(job_id)
+    info, most = record.artifacts.get(name), get_settings().max_input_bytes
+    if info is not None and info.nbytes > most:
+        raise InputTooLarge(f"must have at most {most} bytes, has {info.nbytes}")
+    return (await store.read_artifact(record, name))[0]
 
 
 async def _with_files(store: JobStore, config: PipelineConfig, spec: JobSpec) -> JobSpec:
     """The job with its files read and stored as blobs."""
-    inputs = await read_inputs(config, spec.inputs, fetcher(store))
+
+    inputs = await read_inputs(config, spec.inputs, partial(fetch_input, store))
     files: dict[str, BlobRef] = {}
     try:
         for name, value in inputs.items():

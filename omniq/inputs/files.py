@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omniq.config.pipeline import InputConfig, PipelineConfig
-from omniq.errors import ArtifactNotFound, JobNotFound
+from omniq.errors import ArtifactNotFound, InputTooLarge, JobNotFound
 from omniq.inputs.faults import invalid, too_large
 from omniq.inputs.pictures import pixels_of, transparency_of
 from omniq.inputs.sources import ArtifactId, source_of
 from omniq.inputs.tensors import tensor_file
 from omniq.settings import get_settings
 
-#: Bytes of a result file by job id and name.
+#: Bytes of a result file by job id and name; InputTooLarge instead of reading too many.
 FETCH = Callable[[str, str], Awaitable[bytes]]
 #: Bytes of a blob that are left for its header.
 _HEADER = 4096
@@ -93,6 +93,8 @@ async def _fetched(source: Any, where: str, fetch: FETCH) -> Any:
         data = await fetch(source.job, source.artifact)
     except (JobNotFound, ArtifactNotFound) as exc:
         raise invalid(where, exc.message) from exc
+    except InputTooLarge as exc:
+        raise too_large(where, exc.message) from exc
     return source_of(data, where, local=False)
 
 

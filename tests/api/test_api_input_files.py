@@ -83,6 +83,20 @@ async def test_a_data_url_becomes_a_blob_that_ends_with_the_job(
         assert len(found) == (2 if isinstance(image, list) else 1)
 
 
+async def test_a_result_that_is_too_large_is_refused_unread(
+    client: httpx.AsyncClient, store: JobStore
+) -> None:
+    """Its file is not there, so reading it would have failed."""
+    job = (await client.post("/v1/jobs", json=body_with(DATA_URL))).json()
+    fence = await begin(store, job["id"], "dit")
+    info = ArtifactInfo(name="image", content_type="image/png", nbytes=100_001, key="nowhere")
+    await store.finish_stage(job["id"], "dit", fence, StageResult(artifacts={"image": info}))
+    image = {"job": job["id"], "artifact": "image"}
+    answer = problem(await client.post("/v1/jobs", json=body_with(image)))
+    assert (answer.status, answer.fields) == (413, ["input.image"])
+    assert "must have at most 100000 bytes, has 100001" in answer.detail
+
+
 async def test_a_cancelled_job_frees_its_pictures(
     client: httpx.AsyncClient, store: JobStore
 ) -> None:

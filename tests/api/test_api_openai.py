@@ -264,7 +264,7 @@ async def test_log_probabilities_come_with_their_pieces(
     ("choice", "message"),
     [
         ("sometimes", "must be one of none, auto, required"),
-        ({"type": "function", "function": {"name": "g"}}, "must be one of .*'name': 'f'"),
+        ({"type": "function", "function": {"name": "g"}}, 'must be one of .*"name": "f"'),
         ({"type": "custom"}, "must be one of"),
     ],
 )

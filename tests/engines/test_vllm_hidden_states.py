@@ -88,7 +88,13 @@ async def test_every_layer_and_position_of_chunked_prompts(everything: Any, refe
     assert not len(everything._collector)
 
 
-async def test_states_come_whole_through_the_processes_of_vllm(model: Path, reference: Any) -> None:
+async def test_states_come_whole_through_the_processes_of_vllm(
+    model: Path, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several processes, and steps that the front end takes in slices (of 128 by default)."""
+    from vllm import envs
+
+    monkeypatch.setattr(envs, "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", 3)
     wanted = {"positions": "all", "layers": [0, 1, 2, -1]}
     prompts = [" ".join([PROMPT] * (1 + i % 2)) + f" {i}" for i in range(4)]
     async with _engine(model, hidden_states=wanted, in_process=False, **CHUNKS) as engine:

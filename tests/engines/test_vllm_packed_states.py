@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from omniq.engines.vllm.model_runner import _Rows
-from omniq.engines.vllm.scheduler import pack, unpack
+from omniq.engines.vllm.scheduler import Unpacker, pack
 
 
 @dataclass
@@ -32,7 +32,7 @@ def test_a_step_is_one_tensor_and_comes_apart_again() -> None:
     pack(outputs)
     sent = [o.pooling_output for o in outputs if o.pooling_output is not None]
     assert [tuple(s.shape) for s in sent] == [(1, 3, 2, 3), (5, 2, 3)]
-    unpack(outputs)
+    Unpacker().unpack(outputs)
     for output, state in zip(outputs, states, strict=True):
         if state is None:
             assert output.pooling_output is None
@@ -44,7 +44,7 @@ def test_one_request_and_steps_without_states_stay_as_they_are() -> None:
     alone, without = [Output(rows(1, 7))], [Output(None), Output(None)]
     for outputs in (alone, without):
         pack(outputs)
-        unpack(outputs)
+        Unpacker().unpack(outputs)
     assert torch.equal(alone[0].pooling_output, rows(1, 7))
     assert [o.pooling_output for o in without] == [None, None]
 
@@ -52,8 +52,30 @@ def test_one_request_and_steps_without_states_stay_as_they_are() -> None:
 def test_states_that_do_not_fit_the_requests_are_an_error() -> None:
     outputs: list[Any] = [Output(rows(1, i)) for i in range(3)]
     pack(outputs)
-    with pytest.raises(RuntimeError, match="3 hidden states for 2 requests"):
-        unpack(outputs[:2])
+    with pytest.raises(RuntimeError, match="fewer hidden states than requests"):
+        Unpacker().unpack([*outputs, Output(None)])
+    outputs = [Output(rows(1, i)) for i in range(3)]
+    pack(outputs)
+    unpacker = Unpacker()
+    unpacker.unpack(outputs[:2])
+    again: list[Any] = [Output(rows(1, i)) for i in range(2)]
+    pack(again)
+    with pytest.raises(RuntimeError, match="1 hidden states too many"):
+        unpacker.unpack(again)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 9])
+def test_a_large_step_comes_in_slices(size: int) -> None:
+    """vLLM's front end takes 128 outputs at a time; the first carries what others get later."""
+    unpacker = Unpacker()
+    for step in range(2):
+        states = [rows(5, 9) if i == 3 else rows(1, 10 * step + i) for i in range(7)]
+        outputs = [Output(s) for s in states]
+        pack(outputs)
+        for start in range(0, len(outputs), size):
+            unpacker.unpack(outputs[start : start + size])
+        for output, state in zip(outputs, states, strict=True):
+            assert torch.equal(output.pooling_output, state)
 
 
 def test_between_processes_states_are_one_tensor() -> None:

@@ -18,7 +18,7 @@ from omniq.errors import InvalidRequest
 from omniq.inputs import read_inputs, read_transparency
 from omniq.inputs.faults import invalid
 from omniq.jobs.model import ArtifactInfo, JobRecord
-from omniq.submit import fetcher
+from omniq.submit import fetch_input
 from omniq_api.openai_compat import image_mapping, mapping, running
 from omniq_api.openai_compat.faults import SERVER, OpenAIError, OpenAIRoute, responses
 from omniq_api.openai_compat.image_form import ImageFormRoute
@@ -107,7 +107,7 @@ async def _submissions(
         if mask is not None:
             one = await _with_mask(one, mask, model)
         complete = validate_request(model.pipeline, one.inputs, one.parameters)
-        inputs = await read_inputs(model.pipeline, one.inputs, fetcher(services.store))
+        inputs = await read_inputs(model.pipeline, one.inputs, partial(fetch_input, services.store))
         if mask is not None:
             _check_mask(inputs, model)
     except InvalidRequest as exc:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from omniq.engines.vllm.scheduler import unpack
+from omniq.engines.vllm.scheduler import Unpacker
 
 #: Where :class:`StateOptions` travel in vLLM's ``additional_config``.
 CONFIG_KEY = "omniq_hidden_states"
@@ -91,6 +91,7 @@ class StateCollector:
 
     def __init__(self, output_processor: Any) -> None:
         self._found: dict[str, dict[int, States]] = {}
+        self._unpacker = Unpacker()
         self._states = output_processor.request_states
         self._process: Callable[..., Any] = output_processor.process_outputs
         output_processor.process_outputs = self._process_outputs
@@ -100,7 +101,7 @@ class StateCollector:
         return len(self._found)
 
     def _process_outputs(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        unpack(outputs)
+        self._unpacker.unpack(outputs)
         for output in outputs:
             packed, output.pooling_output = output.pooling_output, None
             state = self._states.get(output.request_id)

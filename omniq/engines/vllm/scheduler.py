@@ -2,12 +2,12 @@
 
 Between the engine core and the front end every tensor is encoded, framed and decoded by itself:
 with 64 requests in flight more than a millisecond a step. :func:`pack` puts the rows of the
-requests that go on decoding into one tensor; :class:`~omniq.engines.vllm.hidden_states.
-StateCollector` takes it apart.
+requests that go on decoding into one tensor; :class:`Unpacker` takes it apart.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,20 +45,32 @@ def pack(outputs: Sequence[Any]) -> None:
         single[0].pooling_output = rows.unsqueeze(0)
 
 
-def unpack(outputs: Sequence[Any]) -> None:
-    """Undo :func:`pack`."""
-    carrier = next(
-        (o for o in outputs if o.pooling_output is not None and o.pooling_output.ndim == 4), None
-    )
-    if carrier is None:
-        return
-    (rows,) = carrier.pooling_output
-    carrier.pooling_output = None
-    single = [o for o in outputs if o.new_token_ids and o.pooling_output is None]
-    if len(single) != len(rows):
-        raise RuntimeError(f"vLLM gave {len(rows)} hidden states for {len(single)} requests")
-    for at, output in enumerate(single):
-        output.pooling_output = rows[at : at + 1]
+class Unpacker:
+    """Undoes :func:`pack` in the front end, which takes a large step in slices, one by one."""
+
+    def __init__(self) -> None:
+        #: Rows of the step for requests that have not come yet.
+        self._left: deque[torch.Tensor] = deque()
+
+    def unpack(self, outputs: Sequence[Any]) -> None:
+        """Give a slice of a step's ``EngineCoreOutput`` their rows.
+
+        Raises:
+            RuntimeError: there are more or fewer rows than requests for them.
+        """
+        carried = False
+        for output in outputs:
+            packed = output.pooling_output
+            if packed is not None and packed.ndim == 4:
+                if self._left:
+                    raise RuntimeError(f"vLLM gave {len(self._left)} hidden states too many")
+                self._left.extend(packed[0].split(1))
+                output.pooling_output, carried = None, True
+            if output.new_token_ids and output.pooling_output is None:
+                if self._left:
+                    output.pooling_output = self._left.popleft()
+                elif carried:
+                    raise RuntimeError("vLLM gave fewer hidden states than requests for them")
 
 
 def __getattr__(name: str) -> Any:
