@@ -17,6 +17,7 @@ from omniq.engines.diffusion.cache import DiTCacheManager
 from omniq.engines.diffusion.inputs import black_picture, condition_input
 from omniq.engines.diffusion.loading import load_pipeline, pipeline_folder, read_index
 from omniq.engines.diffusion.loop import DenoiseJob, DenoiseLoop
+from omniq.engines.diffusion.memory import MEMORY_ARGS, Weights, component_modules
 from omniq.engines.diffusion.pipeline_run import PipelineRun, Preview, Progress
 from omniq.engines.diffusion.preview import MOST as MOST_PREVIEWS
 from omniq.engines.diffusion.preview import Previewer
@@ -54,7 +55,7 @@ class Denoiser:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, stage = engine, engine.stage
-        check_engine_args(stage, ())
+        check_engine_args(stage, MEMORY_ARGS)
         self._config = stage.dit or DiTConfig()
         self._index = read_index(pipeline_folder(stage, (*TRANSFORMERS, "scheduler", "vae")))
         folder = self._index.folder
@@ -64,13 +65,16 @@ class Denoiser:
             raise ConfigError(f"{folder} is no pipeline with a transformer: {names}")
         pictures = Modality.IMAGE in stage.input_modalities
         resident = {*TRANSFORMERS, "scheduler", *(["vae"] if pictures else [])}
-        self.pipeline = load_pipeline(stage, self._index, resident.__contains__, engine.device)
+        self.pipeline = load_pipeline(stage, self._index, resident.__contains__, "cpu")
         self._tasks = Tasks(self.pipeline, self.family, pictures=pictures)
         self._embed_dim = self.family.embed_dim(self.pipeline.transformer.config)
         self._load_loras()
         models = [m for n in TRANSFORMERS if (m := getattr(self.pipeline, n, None)) is not None]
         self.cache = DiTCacheManager(self._config.cache, self.family)
         self.cache.install(models)
+        self.weights = Weights(
+            stage, engine.device, component_modules(self.pipeline), in_blocks=TRANSFORMERS
+        )
         self._fitting = asyncio.Lock()
         self._previewer = self._fit_previews() if self._config.preview_every else None
         batching = self._config.batching
@@ -79,6 +83,10 @@ class Denoiser:
         self.loop = DenoiseLoop(
             engine._executor, create_scheduler(batching.scheduler, times), self.runner, self.cache
         )
+
+    def close(self) -> None:
+        """Remove what lies outside this process."""
+        self.weights.close()
 
     def example(self) -> tuple[dict[str, Any], dict[str, StageInput]]:
         """Parameters and inputs to warm up with: one step of the default size."""
@@ -293,7 +301,7 @@ class Denoiser:
                 self._engine.stage, self._index, lambda n: n == "vae", self._engine.device
             )
             vae = only.vae
-        return Previewer(vae)
+        return Previewer(vae, self._engine.device)
 
     def _preview(
         self, pipeline: Any, emit: Emit, size: tuple[int, int], i: int, every: int
