@@ -14,6 +14,7 @@ from omniq.config import DiTConfig, Modality
 from omniq.engines.base import Cancelled, Emit, StageInput, StageOutput, StageRequest
 from omniq.engines.diffusion.arguments import call_arguments, named_scheduler, refuse
 from omniq.engines.diffusion.cache import DiTCacheManager
+from omniq.engines.diffusion.context_parallel import ARGUMENT, ContextParallel, Group
 from omniq.engines.diffusion.inputs import black_picture, condition_input
 from omniq.engines.diffusion.loading import load_pipeline, pipeline_folder, read_index
 from omniq.engines.diffusion.loop import DenoiseJob, DenoiseLoop
@@ -55,7 +56,8 @@ class Denoiser:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, stage = engine, engine.stage
-        check_engine_args(stage, MEMORY_ARGS)
+        check_engine_args(stage, MEMORY_ARGS | {ARGUMENT})
+        parallel = ContextParallel.of(stage)
         self._config = stage.dit or DiTConfig()
         self._index = read_index(pipeline_folder(stage, (*TRANSFORMERS, "scheduler", "vae")))
         folder = self._index.folder
@@ -78,14 +80,20 @@ class Denoiser:
         self._fitting = asyncio.Lock()
         self._previewer = self._fit_previews() if self._config.preview_every else None
         batching = self._config.batching
-        times = StepTimes(batching.max_rows, always=batching.when == "always")
+        # Text that is padded to share a forward needs a mask, which split attention does not take.
+        rows = 1 if parallel else batching.max_rows
+        times = StepTimes(rows, always=batching.when == "always")
         self.runner = OmniDiffusionModelRunner(self.family, times, self.cache, self._use_lora)
         self.loop = DenoiseLoop(
             engine._executor, create_scheduler(batching.scheduler, times), self.runner, self.cache
         )
+        # Last: what is started here is ended by close().
+        self._group = Group(stage, parallel, engine.device, models) if parallel else None
 
     def close(self) -> None:
-        """Remove what lies outside this process."""
+        """End what lives outside this process; the engine's thread has stopped."""
+        if self._group is not None:
+            self._group.close()
         self.weights.close()
 
     def example(self) -> tuple[dict[str, Any], dict[str, StageInput]]:
@@ -168,7 +176,7 @@ class Denoiser:
                 ticket=ticket,
                 progress=progress,
                 preview=self._preview(pipeline, emit, size, i, every),
-                pairs=not (cached or deterministic),
+                pairs=not (cached or deterministic or self._group),
             )
             jobs.append(DenoiseJob(ticket, run, lora, cached, deterministic))
         return jobs
