@@ -131,6 +131,7 @@ class Weights:
         self._args = MemoryArgs.of(stage)
         self._folders: list[tempfile.TemporaryDirectory[str]] = []
         self._one: _OneAtATime | None = None
+        self._bounded = False
         self.asleep = False
         #: Bytes of all weights, and the most of them that are on the device at once.
         self.bytes = sum(map(_size, self._modules.values()))
@@ -169,7 +170,9 @@ class Weights:
         self.asleep = False
 
     def close(self) -> None:
-        """Remove what was offloaded to a disk; the modules cannot be used afterwards."""
+        """Remove what was offloaded to a disk, and the bound; the modules are used no more."""
+        if self._bounded:
+            torch.cuda.set_per_process_memory_fraction(1.0, self._device)
         for folder in self._folders:
             folder.cleanup()
         self._folders = []
@@ -247,6 +250,7 @@ class Weights:
         if budget is not None and budget < total:
             # Beyond it torch reports that memory ran out, and forwards are split as ever.
             torch.cuda.set_per_process_memory_fraction(budget / total, self._device)
+            self._bounded = True
 
 
 class _OneAtATime(ModelHook):
