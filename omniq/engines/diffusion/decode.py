@@ -11,6 +11,7 @@ import torch
 
 from omniq.engines.base import Cancelled, Emit, StageInput, StageOutput, StageRequest
 from omniq.engines.diffusion.loading import INDEX, read_index
+from omniq.engines.diffusion.memory import MEMORY_ARGS, Weights
 from omniq.engines.families import Family
 from omniq.engines.faults import engine_faults
 from omniq.engines.inputs import tensor_input
@@ -42,7 +43,7 @@ class Decoder:
         from diffusers.video_processor import VideoProcessor  # noqa: PLC0415
 
         self._engine, stage = engine, engine.stage
-        args = check_engine_args(stage, {"tiling"})
+        args = check_engine_args(stage, MEMORY_ARGS | {"tiling"})
         self._tiling = args.get("tiling", "auto")
         if self._tiling not in ("auto", True, False):
             raise ConfigError(
@@ -61,13 +62,17 @@ class Decoder:
                 f"stage {stage.stage_id!r}: {folder} holds a {type(model).__name__}; "
                 f"engine {engine.name!r} decodes with autoencoders"
             )
-        with engine_faults(f"loading {folder}"):
-            self.vae: Any = model.to(engine.device).eval()
+        self.vae: Any = model.eval()
+        self.weights = Weights(stage, engine.device, {"vae": model})
         config = self.vae.config
         self._channels = int(config.get("latent_channels") or config.get("z_dim") or 0)
         #: Whether latents have a frame axis.
         self._frames = "latent_channels" not in config
         self._processor = VideoProcessor()
+
+    def close(self) -> None:
+        """Remove what lies outside this process."""
+        self.weights.close()
 
     def example(self) -> tuple[dict[str, Any], dict[str, StageInput]]:
         """Parameters and inputs to warm up with."""

@@ -15,9 +15,11 @@ from omniq.engines.base import Cancelled, Emit, StageInput, StageOutput, StageRe
 from omniq.engines.diffusion.acceleration import ACCELERATION_ARGS, accelerate, quantization
 from omniq.engines.diffusion.arguments import call_arguments, named_scheduler, refuse
 from omniq.engines.diffusion.cache import DiTCacheManager
+from omniq.engines.diffusion.context_parallel import ARGUMENT, ContextParallel, Group
 from omniq.engines.diffusion.inputs import black_picture, condition_input
 from omniq.engines.diffusion.loading import load_pipeline, pipeline_folder, read_index
 from omniq.engines.diffusion.loop import DenoiseJob, DenoiseLoop
+from omniq.engines.diffusion.memory import MEMORY_ARGS, Weights, component_modules
 from omniq.engines.diffusion.pipeline_run import PipelineRun, Preview, Progress
 from omniq.engines.diffusion.preview import MOST as MOST_PREVIEWS
 from omniq.engines.diffusion.preview import Previewer
@@ -55,7 +57,8 @@ class Denoiser:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, stage = engine, engine.stage
-        check_engine_args(stage, ACCELERATION_ARGS)
+        check_engine_args(stage, MEMORY_ARGS | ACCELERATION_ARGS | {ARGUMENT})
+        parallel = ContextParallel.of(stage)
         self._config = stage.dit or DiTConfig()
         self._index = read_index(pipeline_folder(stage, (*TRANSFORMERS, "scheduler", "vae")))
         folder = self._index.folder
@@ -66,7 +69,7 @@ class Denoiser:
         pictures = Modality.IMAGE in stage.input_modalities
         resident = {*TRANSFORMERS, "scheduler", *(["vae"] if pictures else [])}
         self.pipeline = load_pipeline(
-            stage, self._index, resident.__contains__, engine.device, quantization(stage)
+            stage, self._index, resident.__contains__, "cpu", quantization(stage)
         )
         self._tasks = Tasks(self.pipeline, self.family, pictures=pictures)
         self._embed_dim = self.family.embed_dim(self.pipeline.transformer.config)
@@ -75,14 +78,27 @@ class Denoiser:
         accelerate(stage, models)
         self.cache = DiTCacheManager(self._config.cache, self.family)
         self.cache.install(models)
+        self.weights = Weights(
+            stage, engine.device, component_modules(self.pipeline), in_blocks=TRANSFORMERS
+        )
         self._fitting = asyncio.Lock()
         self._previewer = self._fit_previews() if self._config.preview_every else None
         batching = self._config.batching
-        times = StepTimes(batching.max_rows, always=batching.when == "always")
+        # Text that is padded to share a forward needs a mask, which split attention does not take.
+        rows = 1 if parallel else batching.max_rows
+        times = StepTimes(rows, always=batching.when == "always")
         self.runner = OmniDiffusionModelRunner(self.family, times, self.cache, self._use_lora)
         self.loop = DenoiseLoop(
             engine._executor, create_scheduler(batching.scheduler, times), self.runner, self.cache
         )
+        # Last: what is started here is ended by close().
+        self._group = Group(stage, parallel, engine.device, models) if parallel else None
+
+    def close(self) -> None:
+        """End what lives outside this process; the engine's thread has stopped."""
+        if self._group is not None:
+            self._group.close()
+        self.weights.close()
 
     def example(self) -> tuple[dict[str, Any], dict[str, StageInput]]:
         """Parameters and inputs to warm up with: one step of the default size."""
@@ -166,7 +182,7 @@ class Denoiser:
                 ticket=ticket,
                 progress=progress,
                 preview=self._preview(pipeline, emit, size, i, every),
-                pairs=not (cached or deterministic),
+                pairs=not (cached or deterministic or self._group),
             )
             jobs.append(DenoiseJob(ticket, run, lora, cached, deterministic))
         return jobs
@@ -308,7 +324,7 @@ class Denoiser:
                 self._engine.stage, self._index, lambda n: n == "vae", self._engine.device
             )
             vae = only.vae
-        return Previewer(vae)
+        return Previewer(vae, self._engine.device)
 
     def _preview(
         self, pipeline: Any, emit: Emit, size: tuple[int, int], i: int, every: int

@@ -19,6 +19,7 @@ from omniq.engines.diffusion.loading import (
     read_index,
     read_json,
 )
+from omniq.engines.diffusion.memory import MEMORY_ARGS, Weights, component_modules
 from omniq.engines.families.base import NEGATIVE
 from omniq.engines.faults import engine_faults
 from omniq.engines.inputs import text_input
@@ -55,15 +56,16 @@ class Encoder:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, stage = engine, engine.stage
-        args = check_engine_args(stage, {"remember"})
+        args = check_engine_args(stage, MEMORY_ARGS | {"remember"})
         self._most = int(args.get("remember", REMEMBERED))
         self._index = read_index(pipeline_folder(stage, PARTS))
         self._family = self._index.family
         if not any(n.startswith("text_encoder") for n in self._index.components):
             raise ConfigError(f"{self._index.folder} is no pipeline with a text encoder")
         self._pipeline = load_pipeline(
-            stage, self._index, lambda name: name not in NOT_LOADED, engine.device
+            stage, self._index, lambda name: name not in NOT_LOADED, "cpu"
         )
+        self.weights = Weights(stage, engine.device, component_modules(self._pipeline))
         call = inspect.signature(self._pipeline.__call__).parameters
         self._looks = "image" in call and "image" in _parameters(self._pipeline.encode_prompt)
         scale = call.get(self._family.cfg_argument)
@@ -73,6 +75,10 @@ class Encoder:
         self._most_tokens = None if tokens is None else tokens.default
         self._kept: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
         self._config = self._transformer_config()
+
+    def close(self) -> None:
+        """Remove what lies outside this process."""
+        self.weights.close()
 
     def example(self) -> tuple[dict[str, Any], dict[str, StageInput]]:
         """Parameters and inputs to warm up with."""

@@ -21,11 +21,12 @@ class Previewer:
     """RGB from latents by least squares, fitted on smooth coloured pictures.
 
     Args:
-        vae: the model's autoencoder, on its device; needed only here.
+        vae: the model's autoencoder; needed only here.
+        device: where it works.
     """
 
-    def __init__(self, vae: Any) -> None:
-        latents, colours = _samples(vae)
+    def __init__(self, vae: Any, device: str) -> None:
+        latents, colours = _samples(vae, device)
         ones = torch.ones(len(latents), 1)
         solution = torch.linalg.lstsq(torch.cat([latents, ones], dim=1), colours).solution
         self._matrix, self._offset = solution[:-1], solution[-1]
@@ -59,7 +60,7 @@ class Previewer:
 
 
 @torch.no_grad()
-def _samples(vae: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _samples(vae: Any, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents as pipelines leave them [m, C], and the colours in [-1, 1] [m, 3] they stand for."""
     config = vae.config
     video = "latent_channels" not in config
@@ -69,7 +70,7 @@ def _samples(vae: Any) -> tuple[torch.Tensor, torch.Tensor]:
     pictures = torch.nn.functional.interpolate(coarse, size, mode="bicubic").clamp(-1, 1)
     rows, colours = [], []
     for picture in pictures.split(1):
-        given = picture.to(vae.device, vae.dtype)
+        given = picture.to(device, vae.dtype)
         encoded = vae.encode(given.unsqueeze(2) if video else given).latent_dist.mode()
         encoded = _scaled(config, encoded.float().cpu())
         flat = encoded[:, :, 0] if video else encoded
