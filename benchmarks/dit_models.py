@@ -51,6 +51,8 @@ class BareModel:
 
     def __init__(self, shape: Shape, device: str, dtype: torch.dtype) -> None:
         self.device, self.dtype, self.name = device, dtype, shape.name
+        # One for all requests, as in a worker: a new one for each costs milliseconds.
+        self._loop = asyncio.new_event_loop()
         torch.manual_seed(0)
         self.pipeline, self.width = _BUILDERS[shape.name](shape, device, dtype)
         self.pipeline.vae = None
@@ -77,7 +79,7 @@ class BareModel:
             load, denoise.load_pipeline = denoise.load_pipeline, lambda *_: own
             try:
                 engine = DiffusersPipelineExecutor(stage, self.device)
-                asyncio.run(engine.load())
+                self._loop.run_until_complete(engine.load())
             finally:
                 denoise.load_pipeline = load
         return engine
@@ -134,7 +136,7 @@ class BareModel:
         async def together() -> list[Any]:
             return list(await asyncio.gather(*map(one, requests)))
 
-        return asyncio.run(together())
+        return self._loop.run_until_complete(together())
 
 
 def latents_of(output: Any) -> torch.Tensor:
