@@ -1,7 +1,8 @@
 """Mixed open-loop load on the DiT stage, against serial diffusers and waves of equal requests.
 
-tiny-omni's transformer; prompts of three lengths, pictures of two sizes, 4 to 30 steps; requests
-come at ``--load`` times what serial diffusers can serve, at the same moments for all:
+A Z-Image transformer with random weights, small enough for batching to pay on a CPU: a table says
+first how much it does. Prompts of three lengths, pictures of two sizes, 4 to 30 steps; requests
+come at ``--load`` times what serial diffusers can serve, at the same moments for all. One thread.
 
 - serial: the stock pipeline, one request at a time, in the order in which they came;
 - waves: the stock pipeline on all that wait with the oldest's size and steps, 8 at most;
@@ -17,21 +18,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from common import percentile
+from dit_models import BareModel, Shape
 
-import omniq
-from omniq.config import get_pipeline
-from omniq.engines import create_engine
 from omniq.engines.base import NullEmit, StageInput, StageRequest
 
-MODEL = Path(omniq.__file__).parent / "models" / "tiny_omni"
 TOKENS, SIZES, STEPS = (8, 40, 72), (64, 96), (4, 8, 15, 30)
 SHORT = 8
 WIDTH = 128
@@ -112,21 +110,41 @@ def by_omniq(engine: Any, asks: list[Ask], **more: Any) -> list[float]:
     return asyncio.run(together())
 
 
+@torch.no_grad()
+def forwards(transformer: Any, repeats: int = 15) -> None:
+    """How long bare forwards take by batch size, for the shortest and the longest sequence."""
+    print("| size, tokens | batch | ms | rows/s against 1 |\n|---|---|---|---|")
+    for size, tokens in ((SIZES[0], TOKENS[0]), (SIZES[-1], TOKENS[-1])):
+        seconds: dict[int, list[float]] = {1: [], 2: [], 4: [], 8: []}
+        for _ in range(repeats):
+            for rows, times in seconds.items():
+                side = size // 8
+                x = [torch.randn(transformer.in_channels, 1, side, side) for _ in range(rows)]
+                text = [torch.randn(tokens, WIDTH) for _ in range(rows)]
+                started = time.perf_counter()
+                transformer(x, torch.full((rows,), 0.5), text, return_dict=False)
+                times.append(time.perf_counter() - started)
+        medians = {rows: statistics.median(times) for rows, times in seconds.items()}
+        for rows, median in medians.items():
+            gain = medians[1] * rows / median
+            print(f"| {size}, {tokens} | {rows} | {1000 * median:.1f} | {gain:.2f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--load", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--heads", type=int, default=1, help="attention heads")
+    parser.add_argument("--head", type=int, default=64, help="width of each")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    from diffusers import DiffusionPipeline
-
-    pipeline = DiffusionPipeline.from_pretrained(
-        str(MODEL), dtype=torch.float32, text_encoder=None, tokenizer=None
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    engine = create_engine(get_pipeline("tiny-omni").stages[1])
-    asyncio.run(engine.load())
+    shape = Shape("z_image", args.layers, args.heads, args.head, WIDTH)
+    model = BareModel(shape, "cpu", torch.float32)
+    pipeline, engine = model.pipeline, model.engine({})
+    print(f"{model.parameters / 1e6:.1f}M weights")
+    forwards(pipeline.transformer)
     probe = load(12, 1e9)
     for ask in probe:
         bare(pipeline, [ask])

@@ -28,11 +28,16 @@ TEXT_TOKENS = (40, 64, 96, 50, 80, 33, 71, 120)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large a model is; ``layers`` and ``heads`` None: the published model's."""
+    """How large a model is; ``layers`` and ``heads`` None: the published model's.
+
+    ``head``: width of an attention head. ``text``: width of the prompt embeds.
+    """
 
     name: str
     layers: int | None = None
     heads: int | None = None
+    head: int = 128
+    text: int | None = None
 
 
 class BareModel:
@@ -46,6 +51,8 @@ class BareModel:
 
     def __init__(self, shape: Shape, device: str, dtype: torch.dtype) -> None:
         self.device, self.dtype, self.name = device, dtype, shape.name
+        # One for all requests, as in a worker: a new one for each costs milliseconds.
+        self._loop = asyncio.new_event_loop()
         torch.manual_seed(0)
         self.pipeline, self.width = _BUILDERS[shape.name](shape, device, dtype)
         self.pipeline.vae = None
@@ -72,7 +79,7 @@ class BareModel:
             load, denoise.load_pipeline = denoise.load_pipeline, lambda *_: own
             try:
                 engine = DiffusersPipelineExecutor(stage, self.device)
-                asyncio.run(engine.load())
+                self._loop.run_until_complete(engine.load())
             finally:
                 denoise.load_pipeline = load
         return engine
@@ -129,7 +136,7 @@ class BareModel:
         async def together() -> list[Any]:
             return list(await asyncio.gather(*map(one, requests)))
 
-        return asyncio.run(together())
+        return self._loop.run_until_complete(together())
 
 
 def latents_of(output: Any) -> torch.Tensor:
@@ -162,15 +169,17 @@ def _z_image(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Any, int]:
         ZImageTransformer2DModel,
     )
 
-    heads = shape.heads or 30
+    heads, text = shape.heads or 30, shape.text or 2560
     transformer = _on(
         device, dtype, ZImageTransformer2DModel,
-        n_layers=shape.layers or 30, n_heads=heads, n_kv_heads=heads, dim=128 * heads,
+        n_layers=shape.layers or 30, n_heads=heads, n_kv_heads=heads, dim=shape.head * heads,
+        cap_feat_dim=text,
+        axes_dims=[shape.head // 4, shape.head * 3 // 8, shape.head * 3 // 8],
     )  # fmt: skip
     with torch.device("meta"):
         vae = AutoencoderKL(block_out_channels=(32, 32, 32, 32), latent_channels=16, **_BLOCKS)
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    return ZImagePipeline(scheduler, vae, None, None, transformer), 2560
+    return ZImagePipeline(scheduler, vae, None, None, transformer), text
 
 
 _BLOCKS = {
@@ -187,14 +196,17 @@ def _qwen_image(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Any, int
         QwenImageTransformer2DModel,
     )
 
+    text = shape.text or 3584
     transformer = _on(
         device, dtype, QwenImageTransformer2DModel,
         num_layers=shape.layers or 60, num_attention_heads=shape.heads or 24,
+        attention_head_dim=shape.head, joint_attention_dim=text,
+        axes_dims_rope=(shape.head // 8, shape.head * 7 // 16, shape.head * 7 // 16),
     )  # fmt: skip
     with torch.device("meta"):
         vae = AutoencoderKLQwenImage()
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-    return QwenImagePipeline(scheduler, vae, None, None, transformer), 3584
+    return QwenImagePipeline(scheduler, vae, None, None, transformer), text
 
 
 _BUILDERS = {"z_image": _z_image, "qwen_image": _qwen_image}

@@ -60,7 +60,20 @@ def test_an_incompatible_head_blocks_nobody() -> None:
     assert counts == {"head": 2, "b": 2, "c": 2}
 
 
-def test_least_served_goes_first_within_a_group() -> None:
+def test_least_left_to_do_goes_first_within_a_group() -> None:
+    """A short request overtakes a long one, and the nearly done one is not put off by either."""
+    long, short = ticket("long", steps_total=30), ticket("short", steps_total=8)
+    ending = ticket("ending", steps_total=30, steps_done=27, served=9.0)
+    guided = ticket("guided", rows=2, steps_total=8)
+    assert names(scheduler(3).pick([long, guided, short, ending], 0.0)) == [
+        "ending",
+        "short",
+        "long",
+    ]
+    assert names(scheduler(8).pick([long, guided, short], 0.0)) == ["short", "guided", "long"]
+
+
+def test_of_equal_requests_the_least_served_goes_first() -> None:
     old, new = ticket("old", served=9.0), ticket("new")
     assert names(scheduler(1).pick([old, new], 0.0)) == ["new"]
 

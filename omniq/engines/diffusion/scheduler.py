@@ -45,8 +45,9 @@ class OmniDiffusionScheduler:
 
     The next forward goes to the group with the most urgent request: near its deadline first, then
     by priority (which rises while a request waits), then the group that was served least. In the
-    group the requests with the least service go first, so that short ones finish early, and the
-    batch is filled as far as :class:`StepTimes` has measured it to pay.
+    group those with the least left to do go first: of requests that share a batch, that order ends
+    most of them early, and the long ones no later than taking turns would. The batch is filled as
+    far as :class:`StepTimes` has measured it to pay.
 
     Subclasses replace :meth:`pick`; the entry point group ``omniq.dit_schedulers`` names them.
 
@@ -102,8 +103,9 @@ class OmniDiffusionScheduler:
             self._served.setdefault(group, level)
 
 
-def _own(ticket: Ticket) -> tuple[float, int]:
-    return ticket.served, ticket.order
+def _own(ticket: Ticket) -> tuple[int, float, int]:
+    left = (ticket.steps_total - ticket.steps_done) * ticket.rows
+    return left, ticket.served, ticket.order
 
 
 BUILTIN: dict[str, type[OmniDiffusionScheduler]] = {"fair": OmniDiffusionScheduler}
