@@ -63,8 +63,9 @@ class ContextParallel(ConfigModel):
             fault = exc.errors()[0]
             place = "".join(f"{part}: " for part in fault["loc"])
             raise ConfigError(f"{where}: {place}{fault['msg']}") from exc
-        names = ("enable_group_offload", "enable_model_cpu_offload", "sleep_after")
-        names += tuple(sorted(ACCELERATION_ARGS))  # the followers would be without
+        # The followers would be without what ACCELERATION_ARGS ask for.
+        names = ["enable_group_offload", "enable_model_cpu_offload", "sleep_after"]
+        names += sorted(ACCELERATION_ARGS)
         others = [n for n in names if stage.engine_args.get(n)]
         if stage.dit is not None:
             others += ["dit.loras"] if stage.dit.loras else []
