@@ -99,7 +99,9 @@ async def test_a_stage_with_requests_in_flight_stays_awake(models: Callable[[str
     async with held(engine) as go:
         running = asyncio.create_task(denoised(engine, "z_image"))
         await asyncio.sleep(0.1)  # five times what it would take to fall asleep
-        assert not await engine.sleep()
+        asked = asyncio.create_task(engine.sleep())
+        await until(asked.done)  # it does not wait for the model thread
+        assert not asked.result()
         assert not engine.part.weights.asleep
         go.set()
         assert "wake_seconds" not in (await running).metrics
