@@ -268,7 +268,7 @@ async def test_wrong_configuration_is_named(model: Path, tmp_path: Path) -> None
     with pytest.raises(ConfigError, match=r"model_index\.json: cannot be read"):
         await loaded(stage(tmp_path, "dit"))
     with pytest.raises(
-        ConfigError, match="unknown engine_args 'x'; allowed: context_parallel, enable"
+        ConfigError, match="unknown engine_args 'x'; allowed: attention_backend, compile"
     ):
         await loaded(stage(model, "dit", engine_args={"x": 1}))
 
