@@ -22,7 +22,6 @@ from diffusion_helpers import (
     whole,
 )
 from engine_helpers import Recorder, ask, loaded, stage
-from tiny_families import make
 
 from omniq.engines.base import StageOutput
 from omniq.errors import EngineOutOfMemory
@@ -62,27 +61,15 @@ async def among(mates: list[Send], one: Send) -> StageOutput:
     return output
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in made:
-            made[name] = make(name, tmp_path_factory.mktemp("families") / name)
-        return made[name]
-
-    return get
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 async def test_latents_are_those_of_the_request_alone(
-    folders: Callable[[str], Path], name: str
+    models: Callable[[str], Path], name: str
 ) -> None:
     """With 1, 3 and 7 mates of other prompt lengths, guidance and step counts.
 
     Some mates are deterministic themselves, some share forwards; the engine batches all it can.
     """
-    engine = loaded_now(dit_stage(folders(name)))
+    engine = loaded_now(dit_stage(models(name)))
     runner: Any = engine.part.runner  # type: ignore[attr-defined]
 
     def request(i: int, steps: int, exact: bool, made: Condition) -> Send:
@@ -107,15 +94,15 @@ async def test_latents_are_those_of_the_request_alone(
 
 @pytest.mark.parametrize("name", ["z_image", "flux", "qwen_image"])
 async def test_latents_are_those_of_the_stock_pipeline(
-    folders: Callable[[str], Path], name: str
+    models: Callable[[str], Path], name: str
 ) -> None:
     """Bit for bit, since its calls run as they are."""
-    engine = loaded_now(dit_stage(folders(name)))
+    engine = loaded_now(dit_stage(models(name)))
     given = params(name, num_inference_steps=5, seed=3, **cfg(name, 3.0))
     made = condition(name, 6, 2)
     got = latents_of(await send(engine, given | DETERMINISTIC, condition=made))
     part: Any = engine.part  # type: ignore[attr-defined]
-    stock = whole(folders(name))
+    stock = whole(models(name))
     arguments = {"height": 32, "width": 32, "num_inference_steps": 5}
     arguments |= part.family.guidance(given, stock.transformer.config)
     with torch.no_grad():
@@ -129,9 +116,9 @@ async def test_latents_are_those_of_the_stock_pipeline(
     assert torch.equal(got, part.family.latents(stock, expected, (32, 32)))
 
 
-async def test_a_forward_without_memory_is_not_split(folders: Callable[[str], Path]) -> None:
+async def test_a_forward_without_memory_is_not_split(models: Callable[[str], Path]) -> None:
     """Halves would round otherwise: the request fails, and its retry gives the same bits."""
-    engine = loaded_now(dit_stage(folders("z_image")))
+    engine = loaded_now(dit_stage(models("z_image")))
     part: Any = engine.part  # type: ignore[attr-defined]
     given = params("z_image", seed=1, **cfg("z_image", 2.0)) | DETERMINISTIC
     alone = latents_of(await send(engine, given, condition=condition("z_image", 6)))
@@ -149,12 +136,12 @@ async def test_a_forward_without_memory_is_not_split(folders: Callable[[str], Pa
 
 
 async def test_it_computes_every_step_where_the_stage_has_a_cache(
-    folders: Callable[[str], Path],
+    models: Callable[[str], Path],
 ) -> None:
     """Other requests evict cache state, and what is evicted changes the result."""
-    plain = loaded_now(dit_stage(folders("z_image")))
+    plain = loaded_now(dit_stage(models("z_image")))
     cache = {"method": "first_block", "threshold": 0.5}
-    cached = loaded_now(dit_stage(folders("z_image"), dit={"cache": cache}))
+    cached = loaded_now(dit_stage(models("z_image"), dit={"cache": cache}))
     given = params("z_image", num_inference_steps=8, **off("z_image")) | DETERMINISTIC
     made = condition("z_image", 6)
     expected = latents_of(await send(plain, given, condition=made))
@@ -184,10 +171,10 @@ async def test_text_and_hidden_states_are_those_of_the_request_alone(model: Path
 
 
 async def test_pixels_do_not_depend_on_the_memory_that_is_free(
-    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A decode that runs out of memory is tiled, which moves pixels, unless deterministic."""
-    engine = loaded_now(stage(folders("flux"), "decode"))
+    engine = loaded_now(stage(models("flux"), "decode"))
     part: Any = engine.part  # type: ignore[attr-defined]
     latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     alone = await ask(engine, DETERMINISTIC, latents=latents)

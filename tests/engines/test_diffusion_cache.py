@@ -24,7 +24,6 @@ from diffusion_helpers import (
 )  # fmt: skip
 from engine_helpers import Recorder, until
 from pydantic import ValidationError
-from tiny_families import make
 
 from omniq.config.stage import DiTCacheConfig
 from omniq.errors import ConfigError
@@ -37,18 +36,6 @@ MAGNITUDE = {
     "method": "magcache", "mag_ratios": RATIOS, "threshold": 0.2, "num_inference_steps": STEPS,
 }  # fmt: skip
 CACHES = {"first_block": FIRST_BLOCK, "taylorseer": TAYLOR, "magcache": MAGNITUDE}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folders: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in folders:
-            folders[name] = make(name, tmp_path_factory.mktemp("families") / name)
-        return folders[name]
-
-    return get
 
 
 @pytest.fixture(scope="module")

@@ -10,34 +10,20 @@ import numpy as np
 import pytest
 import torch
 from diffusion_helpers import Staged, picture, whole
-from tiny_families import make
 
 Made = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Folder of a tiny model, made once."""
-    folders: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in folders:
-            folders[name] = make(name, tmp_path_factory.mktemp("families") / name)
-        return folders[name]
-
-    return get
-
-
-@pytest.fixture(scope="module")
-def both(made: Made) -> Callable[..., tuple[Staged, Any]]:
+def both(models: Made) -> Callable[..., tuple[Staged, Any]]:
     """(staged, whole) of a model, made once."""
     found: dict[tuple[str, bool], tuple[Staged, Any]] = {}
 
     def get(name: str, *, pictures: bool = False) -> tuple[Staged, Any]:
         if (name, pictures) not in found:
             sees = name == "qwen_image_edit"
-            staged = Staged(made(name), pictures=pictures, encoder_sees=sees)
-            found[name, pictures] = (staged, whole(made(name)))
+            staged = Staged(models(name), pictures=pictures, encoder_sees=sees)
+            found[name, pictures] = (staged, whole(models(name)))
         return found[name, pictures]
 
     return get

@@ -20,7 +20,6 @@ from diffusion_helpers import (
     send,
 )  # fmt: skip
 from engine_helpers import ask, loaded, stage, until
-from tiny_families import make
 
 from omniq.engines import create_engine
 from omniq.engines.base import Engine, StageOutput
@@ -31,18 +30,6 @@ SOON = {"sleep_after": 0.02}
 LEAVES = {"enable_group_offload": True}
 BLOCKS = {"enable_group_offload": {"offload_type": "block_level", "num_blocks_per_group": 1}}
 ONE_AT_A_TIME = {"enable_model_cpu_offload": True}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folders: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in folders:
-            folders[name] = make(name, tmp_path_factory.mktemp("families") / name)
-        return folders[name]
-
-    return get
 
 
 @pytest.fixture(scope="module")

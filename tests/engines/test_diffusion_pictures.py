@@ -23,23 +23,10 @@ from diffusion_helpers import (
     whole,
 )
 from PIL import Image
-from tiny_families import make
 
 from omniq.errors import ConfigError, InvalidRequest
 
 PROMPT = "a red circle above a blue square"
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folders: dict[str, Path] = {}
-
-    def get(name: str) -> Path:
-        if name not in folders:
-            folders[name] = make(name, tmp_path_factory.mktemp("families") / name)
-        return folders[name]
-
-    return get
 
 
 @pytest.fixture(scope="module")
