@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 from omniq.engines.base import StageInput
 from omniq.engines.inputs import text_input
 from omniq.errors import ConfigError, InvalidRequest
+from omniq.json_file import read_json
 
 _INCOMPLETE = "\ufffd"
 #: Inputs that are a text prompt; a request has exactly one.
@@ -240,7 +241,7 @@ def _processors_template(folder: Path) -> str | None:
     file = folder / "chat_template.json"
     if not file.is_file():
         return None
-    found = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
+    found = read_json(file).get("chat_template")
     return found if isinstance(found, str) else None
 
 

@@ -155,3 +155,21 @@ def only_tensor(name: str, data: Any) -> torch.Tensor:
         return data
     has = f"{sorted(data)}" if isinstance(data, Mapping) else type(data).__name__
     raise OutputError(f"output {name!r}: needs one tensor, got {has}")
+
+
+def rgb_items(name: str, data: Any, kind: str, axes: str) -> Iterable[Any]:
+    """The items of the one tensor of ``data``: uint8 arrays of these axes, the last one RGB.
+
+    Args:
+        kind: what an item is called in errors.
+        axes: of one item, such as ``H, W, 3``; a tensor with one axis more holds several.
+
+    Raises:
+        OutputError: it is something else, or empty.
+    """
+    tensor = only_tensor(name, data).detach().cpu()
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+    one = axes.count(",") + 1
+    if dtype != "uint8" or len(shape) not in (one, one + 1) or shape[-1] != 3 or 0 in shape:
+        raise OutputError(f"output {name!r}: {kind} is uint8 [{axes}], not {dtype} {shape}")
+    return tensor.numpy() if len(shape) > one else [tensor.numpy()]

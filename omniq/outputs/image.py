@@ -13,10 +13,9 @@ from omniq import __version__
 from omniq.outputs.base import (
     EncodedArtifact,
     OutputContext,
-    OutputError,
     OutputHandler,
     ProcessedOutput,
-    only_tensor,
+    rgb_items,
     several,
 )
 
@@ -41,11 +40,7 @@ class ImageHandler(OutputHandler):
 
     def encode(self, name: str, form: str, data: Any, context: OutputContext) -> ProcessedOutput:
         """Encode the pictures; ``meta`` has width, height and format."""
-        tensor = only_tensor(name, data).detach().cpu()
-        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-        if dtype != "uint8" or len(shape) not in (3, 4) or shape[-1] != 3 or 0 in shape:
-            raise OutputError(f"output {name!r}: a picture is uint8 [H, W, 3], not {dtype} {shape}")
-        pictures = tensor.numpy() if len(shape) == 4 else [tensor.numpy()]
+        pictures = rgb_items(name, data, "a picture", "H, W, 3")
 
         def encode(name: str, context: OutputContext, pixels: Any) -> EncodedArtifact:
             file = encoded(Image.fromarray(pixels), form, context)

@@ -16,10 +16,9 @@ from omniq.errors import ConfigError
 from omniq.outputs.base import (
     EncodedArtifact,
     OutputContext,
-    OutputError,
     OutputHandler,
     ProcessedOutput,
-    only_tensor,
+    rgb_items,
     several,
 )
 from omniq.outputs.image import SOFTWARE, facts_of
@@ -45,13 +44,7 @@ class VideoHandler(OutputHandler):
 
     def encode(self, name: str, form: str, data: Any, context: OutputContext) -> ProcessedOutput:
         """Encode the videos; ``meta`` has width, height, frames, fps and format."""
-        tensor = only_tensor(name, data).detach().cpu()
-        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-        if dtype != "uint8" or len(shape) not in (4, 5) or shape[-1] != 3 or 0 in shape:
-            raise OutputError(
-                f"output {name!r}: a video is uint8 [F, H, W, 3], not {dtype} {shape}"
-            )
-        videos = tensor.numpy() if len(shape) == 5 else [tensor.numpy()]
+        videos = rgb_items(name, data, "a video", "F, H, W, 3")
 
         def encode(name: str, context: OutputContext, frames: Frames) -> EncodedArtifact:
             fps = context.fps or FPS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from omniq.config import (
 from omniq.config.loader import SUFFIXES
 from omniq.engines.registry import vllm_installed
 from omniq.errors import ConfigError
+from omniq.json_file import read_json
 from omniq.serve.flags import ServeFlags
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -111,7 +111,7 @@ def _made_for(folder: Path, known: dict[str, PipelineConfig]) -> PipelineConfig:
     for pipeline in known.values():
         if any(Path(s.model_path).resolve() == folder.resolve() for s in pipeline.stages):
             return pipeline
-    index = json.loads((folder / DIFFUSERS).read_text(encoding="utf-8"))
+    index = read_json(folder / DIFFUSERS)
     models = ", ".join(f"{p.name} ({p.stages[0].model})" for p in known.values())
     raise ConfigError(
         f"{folder} is a diffusers folder ({index.get('_class_name', 'of no class')}) and no known "
@@ -166,15 +166,7 @@ def _json_file(model: str, name: str) -> dict[str, Any] | None:
         if path_or_none is None:
             return None
         path = path_or_none
-    if not path.is_file():
-        return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{path}: not readable as JSON: {exc}") from exc
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: must hold a JSON object")
-    return value
+    return read_json(path) if path.is_file() else None
 
 
 def _from_hub(model: str, name: str) -> Path | None:

@@ -17,6 +17,8 @@ from omniq_api.strict_json import StrictJSONRoute
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
+#: Status codes with which a route that runs jobs may answer.
+FAULTS = (400, 404, 409, 413, 415, 503, 504)
 
 
 class ErrorObject(BaseModel):

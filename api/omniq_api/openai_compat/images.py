@@ -20,15 +20,13 @@ from omniq.inputs.faults import invalid
 from omniq.jobs.model import ArtifactInfo, JobRecord
 from omniq.submit import fetch_input
 from omniq_api.openai_compat import image_mapping, mapping, running
-from omniq_api.openai_compat.faults import SERVER, OpenAIError, OpenAIRoute, responses
+from omniq_api.openai_compat.faults import FAULTS, SERVER, OpenAIError, OpenAIRoute, responses
 from omniq_api.openai_compat.image_form import ImageFormRoute
 from omniq_api.openai_compat.mapping import Submission
 from omniq_api.openai_compat.schemas import ImageEditRequest, ImageRequest
 from omniq_api.schemas import artifact_url, job_urls
 from omniq_api.services import Live, Services
 from omniq_api.strict_json import FORM
-
-FAULTS = (400, 404, 409, 413, 415, 503, 504)
 
 router = APIRouter(prefix="/images")
 generations = APIRouter(route_class=OpenAIRoute)

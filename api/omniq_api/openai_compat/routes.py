@@ -17,6 +17,7 @@ from omniq.errors import BrokerUnavailable, JobNotFound
 from omniq.jobs.model import JobRecord
 from omniq_api.openai_compat import answers, images, mapping, running
 from omniq_api.openai_compat.faults import (
+    FAULTS,
     SERVER,
     OpenAIError,
     OpenAIRoute,
@@ -34,7 +35,6 @@ router.include_router(images.router)
 
 Chunks = AsyncGenerator[dict[str, Any] | None]
 STARTED = int(time.time())
-FAULTS = (400, 404, 409, 413, 415, 503, 504)
 
 
 @router.get("/models", summary="List models", responses=responses())

@@ -25,7 +25,7 @@ logger = logging.getLogger("omniq.api")
 async def submitted(
     services: Services, submissions: Sequence[Submission], *, stream: bool
 ) -> list[JobRecord]:
-    """All jobs, or none; those that do not stream are for :func:`_finished`."""
+    """All jobs, or none; those that do not stream are for :func:`finished`."""
     done: list[JobRecord] = []
     try:
         for each in submissions:
@@ -40,11 +40,10 @@ async def submitted(
                     awaited=not stream,
                 )
             )
-    except InvalidRequest as exc:
+    except (InvalidRequest, BrokerUnavailable) as exc:
         await cancel(services, done)
-        raise mapping.in_openai_terms(exc, each) from exc
-    except BrokerUnavailable:
-        await cancel(services, done)
+        if isinstance(exc, InvalidRequest):
+            raise mapping.in_openai_terms(exc, each) from exc
         raise
     return done
 

@@ -17,7 +17,6 @@ from omniq.engines.diffusion.loading import (
     load_pipeline,
     pipeline_folder,
     read_index,
-    read_json,
 )
 from omniq.engines.diffusion.memory import MEMORY_ARGS, Weights, component_modules
 from omniq.engines.families.base import NEGATIVE
@@ -25,6 +24,7 @@ from omniq.engines.faults import engine_faults
 from omniq.engines.inputs import text_input
 from omniq.engines.loading import check_engine_args
 from omniq.errors import ConfigError, EngineError, InvalidRequest
+from omniq.json_file import read_json
 
 if TYPE_CHECKING:
     from omniq.engines.base import Engine

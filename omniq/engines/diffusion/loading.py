@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from omniq.engines.families import Family, family_of
 from omniq.engines.faults import engine_faults
 from omniq.engines.loading import diffusers_dtype, loading, model_folder
 from omniq.errors import ConfigError
+from omniq.json_file import read_json
 
 INDEX = "model_index.json"
 
@@ -125,18 +125,3 @@ def _vae_without_weights(index: ModelIndex) -> Any:
         raise ConfigError(f"{index.folder / INDEX}: diffusers has no VAE class {name!r}")
     with torch.device("meta"):
         return getattr(diffusers, name).from_config(config)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        ConfigError: it cannot be read, or is no object.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{path}: cannot be read: {exc}") from exc
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: must be a JSON object")
-    return found
