@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from diffusion_helpers import cfg, condition, dit_stage, latents_of, params, send
-from engine_helpers import Recorder, loaded
+from engine_helpers import Recorder
 from support import wait_until
 from tiny_families import make
 
@@ -36,12 +37,27 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make("flux", tmp_path_factory.mktemp("families") / "flux")
 
 
+@contextlib.asynccontextmanager
+async def running(
+    model: Path, args: dict[str, Any], device: str = "cpu", **more: Any
+) -> AsyncIterator[Any]:
+    """A loaded stage; however it is left, it ends, and its followers with it."""
+    engine: Any = create_engine(dit_stage(model, engine_args=args, **more), device)
+    try:
+        await engine.load()
+        followers = [process for process, _ in engine.part._group._followers] if args else []
+        yield engine
+    finally:
+        await engine.unload()
+    assert all(process.poll() is not None for process in followers)
+    assert not torch.distributed.is_initialized()
+
+
 @pytest.fixture
 async def even(flux: Path) -> AsyncIterator[Any]:
     """A stage of two processes for even sequences."""
-    engine: Any = await loaded(dit_stage(flux, engine_args=EVEN))
-    yield engine
-    await engine.unload()
+    async with running(flux, EVEN) as engine:
+        yield engine
 
 
 def follower(engine: Any) -> Any:
@@ -63,23 +79,18 @@ async def made_by(
     model: Path, name: str, asked: Kinds, args: dict[str, Any], device: str = "cpu", **more: Any
 ) -> list[torch.Tensor]:
     """The latents of all requests, which come at once, by a stage of its own; it ends whole."""
-    engine: Any = create_engine(dit_stage(model, engine_args=args, **more), device)
-    await engine.load()
-    outputs = await asyncio.gather(
-        *(
-            send(
-                engine,
-                params(name, **{"num_inference_steps": 3, "seed": i, **given}),
-                request_id=str(i),
-                condition=condition(name, tokens, i),
+    async with running(model, args, device, **more) as engine:
+        outputs = await asyncio.gather(
+            *(
+                send(
+                    engine,
+                    params(name, **{"num_inference_steps": 3, "seed": i, **given}),
+                    request_id=str(i),
+                    condition=condition(name, tokens, i),
+                )
+                for i, (given, tokens) in enumerate(asked)
             )
-            for i, (given, tokens) in enumerate(asked)
         )
-    )
-    followers = [process for process, _ in engine.part._group._followers] if args else []
-    await engine.unload()
-    assert all(p.poll() is not None for p in followers), "followers end with the engine"
-    assert not torch.distributed.is_initialized()
     return [latents_of(o) for o in outputs]
 
 
@@ -183,52 +194,48 @@ async def test_a_follower_that_dies_at_work_ends_the_engine(
     flux: Path, args: dict[str, Any]
 ) -> None:
     """All requests in flight learn it, and none hangs."""
-    engine: Any = await loaded(dit_stage(flux, engine_args=args))
-    pid = follower(engine).pid
+    async with running(flux, args) as engine:
+        pid = follower(engine).pid
 
-    class Killer(Recorder):
-        def progress(self, step: int, total: int) -> None:
-            super().progress(step, total)
-            if step == 2:
-                os.kill(pid, signal.SIGKILL)
+        class Killer(Recorder):
+            def progress(self, step: int, total: int) -> None:
+                super().progress(step, total)
+                if step == 2:  # of whichever comes first
+                    os.kill(pid, signal.SIGKILL)
 
-    emit = Killer()
-    many = params("flux", num_inference_steps=50, **cfg("flux", 3.0))
-    ended = await asyncio.wait_for(
-        asyncio.gather(
-            send(engine, many, emit, request_id="a", condition=condition("flux", 8)),
-            send(engine, many, request_id="b", condition=condition("flux", 8)),
-            return_exceptions=True,
-        ),
-        60,
-    )
-    assert [type(e) for e in ended] == [EngineDead, EngineDead]
-    assert 2 <= len(emit.steps) < 50
-    await engine.unload()
+        emit = Killer()
+        many = params("flux", num_inference_steps=50, **cfg("flux", 3.0))
+        ended = await asyncio.wait_for(
+            asyncio.gather(
+                send(engine, many, emit, request_id="a", condition=condition("flux", 8)),
+                send(engine, many, emit, request_id="b", condition=condition("flux", 8)),
+                return_exceptions=True,
+            ),
+            60,
+        )
+        assert [type(e) for e in ended] == [EngineDead, EngineDead]
+        assert "rank 1 of 2" in str(ended[0])
+        assert 2 <= len(emit.steps) < 100
 
 
 @pytest.mark.parametrize("parallel", [EVEN["parallel"], CFG["parallel"]], ids=str)
 async def test_a_follower_that_hangs_ends_the_engine_after_the_timeout(
     flux: Path, parallel: dict[str, Any]
 ) -> None:
-    engine: Any = await loaded(
-        dit_stage(flux, engine_args={"parallel": {**parallel, "timeout": 2}})
-    )
-    process = follower(engine)
+    async with running(flux, {"parallel": {**parallel, "timeout": 2}}) as engine:
+        process = follower(engine)
 
-    class Stopper(Recorder):
-        def progress(self, step: int, total: int) -> None:
-            super().progress(step, total)
-            if step == 2:
-                process.send_signal(signal.SIGSTOP)
+        class Stopper(Recorder):
+            def progress(self, step: int, total: int) -> None:
+                super().progress(step, total)
+                if step == 2:
+                    process.send_signal(signal.SIGSTOP)
 
-    emit = Stopper()
-    many = params("flux", num_inference_steps=50, **cfg("flux", 3.0))
-    with pytest.raises(EngineDead, match="rank 1"):
-        await asyncio.wait_for(send(engine, many, emit, condition=condition("flux", 8)), 60)
-    assert 2 <= len(emit.steps) < 50
-    await engine.unload()
-    assert process.poll() is not None
+        emit = Stopper()
+        many = params("flux", num_inference_steps=50, **cfg("flux", 3.0))
+        with pytest.raises(EngineDead, match="rank 1"):
+            await asyncio.wait_for(send(engine, many, emit, condition=condition("flux", 8)), 60)
+        assert 2 <= len(emit.steps) < 50
 
 
 OWNER = """
@@ -260,12 +267,12 @@ def test_followers_end_with_a_killed_worker(flux: Path) -> None:
         assert owner.stdout is not None
         line = next(line for line in owner.stdout if line.startswith("follower "))
         pid = int(line.split()[1])
-        assert running(pid)
+        assert exists(pid)
         owner.kill()
-    wait_until(lambda: not running(pid))
+    wait_until(lambda: not exists(pid))
 
 
-def running(pid: int) -> bool:
+def exists(pid: int) -> bool:
     """Whether the process exists and is no zombie."""
     status = Path(f"/proc/{pid}/status")
     try:

@@ -45,6 +45,18 @@ def apply_cache_dit(module: Any, config: DiTCacheConfig) -> None:
         CachedAdapter.apply(module, cache_config=made)
     except (ValueError, AssertionError) as exc:
         raise ConfigError(f"cache 'cache_dit' does not fit {type(module).__name__}: {exc}") from exc
+    _check_blocks(module, config)
+
+
+def _check_blocks(module: Any, config: DiTCacheConfig) -> None:
+    """cache-dit itself finds out at the first step."""
+    for name, blocks in module.named_children():
+        cached = any(context.startswith(name) for context in module._context_names)
+        if cached and len(blocks) < config.first_blocks:
+            raise ConfigError(
+                f"cache 'cache_dit': first_blocks {config.first_blocks} is more than the "
+                f"{len(blocks)} blocks of {type(module).__name__}'s {name}"
+            )
 
 
 class CacheDitStates:
