@@ -65,6 +65,13 @@ BUILTIN = (
         "diffusion",
     ),
     EngineSpec(EngineType.AR, "vllm", "omniq.engines.ar_vllm:VLLMAREngine", ("vllm",), "vllm"),
+    EngineSpec(
+        EngineType.AR,
+        "glm_image",
+        "omniq.engines.ar_glm_image:GlmImageAREngine",
+        _TORCH,
+        "diffusion",
+    ),
     *(
         EngineSpec(
             part,

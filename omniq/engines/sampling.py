@@ -18,6 +18,8 @@ UNFORCED = {"tool_choice": ("auto", "none"), "parallel_tool_calls": (True,)}
 
 # Below this a distribution is its argmax in float32 (vLLM draws the line at the same place).
 GREEDY_BELOW = 1e-5
+#: What ``generate`` of transformers takes where nobody says anything.
+GENERATE_TOP_K = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,27 @@ class Sampling:
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
+
+
+def generation_defaults(config: Any) -> dict[str, Any]:
+    """Sampling as transformers' ``generate(do_sample=True)`` has it by a ``GenerationConfig``."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {n: v for n in names if (v := getattr(config, n, None)) is not None}
+    return {"top_k": GENERATE_TOP_K, **given}
+
+
+def refuse_parameters(params: Mapping[str, Any], names: Collection[str], reason: str) -> None:
+    """Refuse parameters that an engine would not use.
+
+    Raises:
+        InvalidRequest: with a field for each that is given.
+    """
+    given = [name for name in params if name in names and params[name] is not None]
+    if given:
+        fields = [
+            {"field": f"parameters.{n}", "message": f"not for this model: {reason}"} for n in given
+        ]
+        raise InvalidRequest(f"{given[0]}: {fields[0]['message']}", fields=fields)
 
 
 class Sampler:

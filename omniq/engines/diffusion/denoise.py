@@ -110,6 +110,7 @@ class Denoiser:
         if "pooled_prompt_embeds" in self.family.condition:
             tensors["pooled_prompt_embeds"] = torch.zeros(config.pooled_projection_dim)
         tensors |= {NEGATIVE + n: t for n, t in tensors.items()}
+        tensors |= self.family.example(self.pipeline, _size(self.pipeline, params, {}))
         inputs = {"condition": StageInput(tensors=tensors)}
         if not self._tasks.text:
             inputs["image"] = black_picture(params.get("height", 64), params.get("width", 64))
@@ -163,6 +164,7 @@ class Denoiser:
             arguments.get("num_inference_steps") or _default(accepted, "num_inference_steps")
         )
         size = self.family.picture_size(arguments) or _size(pipeline, arguments, accepted)
+        self.family.check(pipeline, arguments, size)
         progress = Progress(emit, count)
         every = self._preview_every(params)
         every = every and max(every, math.ceil(total * count / MOST_PREVIEWS))

@@ -42,7 +42,8 @@ class Tasks:
 
         self._family, self._name = family, type(pipeline).__name__
         accepted = _accepted(pipeline)
-        if "image" in accepted and not pictures:
+        optional = family.pictures_optional
+        if "image" in accepted and not pictures and not optional:
             raise ConfigError(
                 f"{self._name} works on pictures; add image to the stage's input_modalities"
             )
@@ -50,6 +51,11 @@ class Tasks:
         if "image" in accepted:
             own = "inpaint" if "mask_image" in accepted else "image"
         self._tasks = {own: Task(pipeline, accepted)}
+        if optional:
+            self._tasks = {"text": Task(pipeline, accepted)}
+            if pictures:
+                self._tasks["image"] = self._tasks["text"]
+            return
         if not pictures:
             return
         for name, auto in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from omniq.engines.families.base import Family
 from omniq.engines.families.flux import Flux
+from omniq.engines.families.glm_image import GlmImage
 from omniq.engines.families.qwen_image import QwenImage, QwenImageEdit, QwenImageEditPlus
 from omniq.engines.families.sd3 import StableDiffusion3
 from omniq.engines.families.wan import Wan
@@ -14,6 +15,7 @@ FAMILIES: dict[str, type[Family]] = {
     "FluxPipeline": Flux,
     "FluxImg2ImgPipeline": Flux,
     "FluxInpaintPipeline": Flux,
+    "GlmImagePipeline": GlmImage,
     "QwenImagePipeline": QwenImage,
     "QwenImageImg2ImgPipeline": QwenImage,
     "QwenImageInpaintPipeline": QwenImage,

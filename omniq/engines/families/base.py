@@ -27,6 +27,14 @@ class Family:
 
     #: Names of condition tensors; each may come with a ``negative_`` twin.
     condition: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    #: Condition tensors that a request may lack.
+    optional: ClassVar[tuple[str, ...]] = ()
+    #: Those that are integers, with their number of axes.
+    integers: ClassVar[Mapping[str, int]] = {}
+    #: Stage inputs that hold several condition tensors.
+    condition_inputs: ClassVar[tuple[str, ...]] = ("condition",)
+    #: Components that no stage of diffusers loads, because a stage before does their work.
+    elsewhere: ClassVar[tuple[str, ...]] = ()
     #: How transformer calls join; None: requests of this family never share a forward.
     form: ClassVar[CallForm | None] = None
     #: Whether a guided step is two calls (contexts ``cond``, ``uncond``) on the same latents.
@@ -37,6 +45,8 @@ class Family:
     caches: ClassVar[tuple[str, ...]] = ("first_block", "taylorseer", "magcache")
     #: What the pipeline takes for a missing negative prompt; None: then there is no guidance.
     empty_negative: ClassVar[str | None] = ""
+    #: Whether one and the same pipeline makes things from text, and from text and pictures.
+    pictures_optional: ClassVar[bool] = False
     #: Pictures that one request may bring.
     most_pictures: ClassVar[int] = 1
     #: The argument of ``__call__`` that is the scale of classifier-free guidance.
@@ -118,6 +128,34 @@ class Family:
             arguments: its other arguments.
         """
         return dict(given)
+
+    def example(self, pipeline: Any, size: tuple[int, int]) -> dict[str, torch.Tensor]:
+        """Made-up condition tensors beside the embeds, for warming up.
+
+        ``size`` is (height, width) in pixels.
+        """
+        return {}
+
+    def check(self, pipeline: Any, arguments: Mapping[str, Any], size: tuple[int, int]) -> None:
+        """Whether the condition fits what is asked for.
+
+        Args:
+            pipeline: the stock pipeline.
+            arguments: of its call.
+            size: (height, width) in pixels of what will be made.
+
+        Raises:
+            InvalidRequest: it does not.
+        """
+
+    def own(self, pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Last changes to a request's own copy of the pipeline, and to the arguments of its call.
+
+        Args:
+            pipeline: a shallow copy for this request; its components are shared.
+            arguments: all but generator and callback.
+        """
+        return dict(arguments)
 
     def picture_size(self, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
         """Height and width of what is made, where a request's pictures decide; else None."""
