@@ -72,6 +72,8 @@ BUILTIN = (
         _TORCH,
         "diffusion",
     ),
+    EngineSpec(EngineType.AR, "csm", "omniq.engines.ar_csm:CsmAREngine", _TORCH, "diffusion"),
+    EngineSpec(EngineType.DECODE, "codec", "omniq.engines.codec:CodecEngine", _TORCH, "diffusion"),
     *(
         EngineSpec(
             part,

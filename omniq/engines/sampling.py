@@ -79,8 +79,10 @@ class Sampling:
         return self.temperature < GREEDY_BELOW
 
 
-def generation_defaults(config: Any) -> dict[str, Any]:
-    """Sampling as transformers' ``generate(do_sample=True)`` has it by a ``GenerationConfig``."""
+def generation_defaults(config: Any, *, sample: bool = True) -> dict[str, Any]:
+    """Sampling as transformers' ``generate(do_sample=sample)`` has it by a ``GenerationConfig``."""
+    if not sample:
+        return {"temperature": 0.0}
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {n: v for n in names if (v := getattr(config, n, None)) is not None}
     return {"top_k": GENERATE_TOP_K, **given}
@@ -108,6 +110,7 @@ class Sampler:
     Args:
         end_ids: tokens that may not come before ``min_tokens``.
         index: which of the request's ``n`` sequences; its seed is ``seed + index``, as in vLLM.
+        generator: drawn from instead of an own one, by samplers that take turns.
     """
 
     def __init__(
@@ -117,16 +120,20 @@ class Sampler:
         *,
         end_ids: Collection[int] = (),
         index: int = 0,
+        generator: torch.Generator | None = None,
     ) -> None:
         self.sampling = sampling
         self._seen = set(prompt_ids)
         self._made: Counter[int] = Counter()
         self._end_ids = sorted({*end_ids, *sampling.stop_token_ids})
-        self._generator = torch.Generator("cpu")
+        #: Where the draws come from.
+        self.generator = generator or torch.Generator("cpu")
+        if generator is not None:
+            return
         if sampling.seed is None:
-            self._generator.seed()
+            self.generator.seed()
         else:
-            self._generator.manual_seed(sampling.seed + index)
+            self.generator.manual_seed(sampling.seed + index)
 
     def pick(self, logits: torch.Tensor) -> int:
         """Next token id from ``logits`` [vocab], any float dtype and device.
@@ -210,4 +217,4 @@ class Sampler:
             dropped = ascending.softmax(0).cumsum(0) <= 1.0 - top_p
             dropped[-1] = False  # the most likely token always stays
             scores[order[dropped]] = -torch.inf
-        return int(torch.multinomial(scores.softmax(0), 1, generator=self._generator))
+        return int(torch.multinomial(scores.softmax(0), 1, generator=self.generator))
