@@ -73,7 +73,8 @@ class CodecEngine(Engine):
         self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit
     ) -> StageOutput:
         """Decode; cancelled between chunks, and within one at its end."""
-        started, first, pieces = time.perf_counter(), 0.0, []
+        started, first = time.perf_counter(), 0.0
+        pieces: list[torch.Tensor] = []
         stream, cancel = MimiStream(self._codec), threading.Event()
         async for codes in _chunks(inputs):
             piece = await self.in_thread(self._piece, stream, codes, cancel, cancel=cancel)
