@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
@@ -19,8 +18,8 @@ from omniq.outputs.base import (
     only_tensor,
     several,
 )
-from omniq.outputs.image import SOFTWARE, comment_of
-from omniq.outputs.sound import Integers, Samples, channels_of, pcm16_message, to_int16, wav_file
+from omniq.outputs.sound import Integers, Samples, channels_of, pcm16_message, to_int16
+from omniq.outputs.sound_files import encoded
 
 Form = Literal["wav", "flac", "mp3", "opus", "aac"]
 CONTENT_TYPES = {
@@ -30,18 +29,9 @@ CONTENT_TYPES = {
     "opus": "audio/ogg",
     "aac": "audio/aac",
 }
-#: Container and encoder of FFmpeg, and bits a second of a channel where the format loses any.
-ENCODERS: dict[str, tuple[str, str, int | None]] = {
-    "flac": ("flac", "flac", None),
-    "mp3": ("mp3", "libmp3lame", 96_000),
-    "opus": ("ogg", "libopus", 64_000),
-    "aac": ("adts", "aac", 96_000),
-}
 MOST_CHANNELS = 2
 #: Of one chunk, which is one event: 87 s at 48 kHz.
 MOST_CHUNK_SAMPLES = 1 << 22
-#: Samples handed to an encoder at once.
-BLOCK = 1 << 16
 
 
 class AudioHandler(OutputHandler):
@@ -110,49 +100,6 @@ class AudioHandler(OutputHandler):
                 hint="pip install 'omniq[media]', or set format: wav",
             )
         return form
-
-
-def encoded(samples: Integers, sample_rate: int, form: str, context: OutputContext) -> bytes:
-    """int16 [samples] or [channels, samples] as a file of a format of :class:`AudioHandler`."""
-    comment = comment_of(context)
-    if form == "wav":
-        return wav_file(samples, sample_rate, {"ISFT": SOFTWARE, "ICMT": comment})
-    return _by_av(np.atleast_2d(samples), sample_rate, form, comment)
-
-
-def _by_av(samples: Integers, sample_rate: int, form: str, comment: str) -> bytes:
-    import av  # noqa: PLC0415 - an extra
-
-    container_format, encoder, bits = ENCODERS[form]
-    layout = "mono" if len(samples) == 1 else "stereo"
-    file = io.BytesIO()
-    with av.open(file, "w", format=container_format) as container:
-        rates = av.codec.Codec(encoder, "w").audio_rates
-        stream = container.add_stream(encoder, rate=_rate_for(sample_rate, rates), layout=layout)
-        if bits is not None:
-            stream.bit_rate = bits * len(samples)
-        # Ogg keeps its tags with the stream, the others with the file.
-        (stream if form == "opus" else container).metadata["comment"] = comment
-        resampler = av.AudioResampler(
-            format=stream.format, layout=layout, rate=stream.rate, frame_size=stream.frame_size
-        )
-        for begin in range(0, samples.shape[1], BLOCK):
-            block = np.ascontiguousarray(samples[:, begin : begin + BLOCK].T).reshape(1, -1)
-            frame = av.AudioFrame.from_ndarray(block, format="s16", layout=layout)
-            frame.sample_rate, frame.pts = sample_rate, begin
-            for ready in resampler.resample(frame):
-                container.mux(stream.encode(ready))
-        for ready in resampler.resample(None):
-            container.mux(stream.encode(ready))
-        container.mux(stream.encode())
-    return file.getvalue()
-
-
-def _rate_for(wanted: int, rates: list[int] | None) -> int:
-    """The rate itself if the encoder has it, else the next higher one, else its highest."""
-    if not rates or wanted in rates:
-        return wanted
-    return min((r for r in rates if r > wanted), default=max(rates))
 
 
 def _waves(name: str, data: Any) -> list[Samples]:
