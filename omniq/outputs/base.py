@@ -24,12 +24,14 @@ class OutputError(OmniqError):
 class OutputContext:
     """Whose output it is: goes into the metadata of files.
 
-    ``parameters`` are the job's complete parameters by stage id.
+    ``parameters`` are the job's complete parameters by stage id; ``sample_rate`` is what the
+    output's declaration says (hertz).
     """
 
     job_id: str
     prompt: str = ""
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    sample_rate: int | None = None
 
     @property
     def seed(self) -> int | dict[str, int] | None:
@@ -53,7 +55,7 @@ class OutputContext:
             stage: {**p, "seed": (p["seed"] + index) % 2**63} if p.get("seed") is not None else p
             for stage, p in self.parameters.items()
         }
-        return OutputContext(self.job_id, self.prompt, parameters)
+        return replace(self, parameters=parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,12 @@ class OutputHandler(abc.ABC):
         Raises:
             OutputError: ``data`` does not have the form this type demands.
         """
+
+    def piece(self, name: str, form: str, data: Any, context: OutputContext) -> ProcessedOutput:
+        """Encode one chunk of an output that is streamed; as :meth:`encode` unless a type has a
+        form for parts.
+        """
+        return self.encode(name, form, data, context)
 
     def format_of(self, name: str, config: OutputConfig) -> str:
         """The configured format, or the type's default.

@@ -75,6 +75,11 @@ def facts_of(context: OutputContext) -> dict[str, Any]:
     }
 
 
+def comment_of(context: OutputContext) -> str:
+    """The same and the software as JSON, for files whose muxer signs them itself (FFmpeg's)."""
+    return json.dumps({**facts_of(context), "software": SOFTWARE})
+
+
 def _metadata(form: str, context: OutputContext) -> dict[str, Any]:
     """Arguments of ``Image.save`` that embed the context."""
     facts = facts_of(context)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from fractions import Fraction
 from importlib.util import find_spec
 from typing import Any
@@ -21,7 +20,7 @@ from omniq.outputs.base import (
     rgb_items,
     several,
 )
-from omniq.outputs.image import SOFTWARE, facts_of
+from omniq.outputs.image import comment_of
 
 #: Frames a second where neither the request nor a stage's defaults say.
 FPS = 16.0
@@ -35,7 +34,7 @@ Frames = np.ndarray[Any, np.dtype[np.uint8]]
 class VideoHandler(OutputHandler):
     """Frames, uint8 [F, H, W, 3] RGB, become a video file; [n, F, H, W, 3] become n of them.
 
-    ``mp4`` is H.264 and needs PyAV (``omniq[video]``); ``webp`` and ``gif`` are animations and need
+    ``mp4`` is H.264 and needs PyAV (``omniq[media]``); ``webp`` and ``gif`` are animations and need
     nothing. Frames a second are the parameter ``fps`` of the decode stage, else 16. MP4 files carry
     how they were made as JSON in their comment.
     """
@@ -65,7 +64,7 @@ class VideoHandler(OutputHandler):
         if form == "mp4" and find_spec("av") is None:
             raise ConfigError(
                 f"output {name!r}: format 'mp4' needs PyAV, which is not installed",
-                hint="pip install 'omniq[video]', or set format: webp",
+                hint="pip install 'omniq[media]', or set format: webp",
             )
         return form
 
@@ -75,8 +74,7 @@ def _mp4(frames: Frames, fps: float, context: OutputContext) -> bytes:
 
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
-        container.metadata["comment"] = json.dumps(facts_of(context))
-        container.metadata["encoder"] = SOFTWARE
+        container.metadata["comment"] = comment_of(context)
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width = frames.shape[1:3]
         # Halved colour, which browsers ask for, needs even sides.

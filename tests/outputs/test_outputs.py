@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load
 
 from omniq import __version__
-from omniq.config import Modality, OutputConfig
+from omniq.config import OutputConfig
 from omniq.config.params import DecodeParams
 from omniq.errors import ConfigError
 from omniq.outputs import MultimodalOutputProcessor, OutputContext, ProcessedOutput
@@ -201,7 +201,7 @@ def test_mp4_without_pyav_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> No
     config = OutputConfig.model_validate({"from": "s.out", "type": "video"})
     with pytest.raises(ConfigError, match="needs PyAV") as caught:
         MultimodalOutputProcessor().check("clip", config)
-    assert "omniq[video]" in str(caught.value.hint)
+    assert "omniq[media]" in str(caught.value.hint)
 
 
 def test_picture_from_several_tensors_is_refused() -> None:
@@ -287,8 +287,8 @@ def test_what_is_no_embedding_is_refused(data: Any) -> None:
 
 
 def test_unknown_type_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"no handler for type 'audio'; allowed: .*text\+image"):
-        process("audio", b"")
+    with pytest.raises(ValidationError, match=r"no output type 'smell'; allowed: .*text\+image"):
+        process("smell", b"")
 
 
 def test_check_finds_wrong_formats_without_data() -> None:
@@ -299,19 +299,19 @@ def test_check_finds_wrong_formats_without_data() -> None:
 
 def test_third_party_handler_adds_a_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But never replaces a built-in one."""
-    info = tmp_path / "sound-1.0.dist-info"
+    info = tmp_path / "smell-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sound\nVersion: 1.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: smell\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[omniq.outputs]\naudio = sound_output:Audio\ntext = sound_output:Audio\n"
+        "[omniq.outputs]\nsmell = smell_output:Smell\ntext = smell_output:Smell\n"
     )
-    (tmp_path / "sound_output.py").write_text(
+    (tmp_path / "smell_output.py").write_text(
         "from omniq.outputs import OutputHandler, ProcessedOutput\n"
-        "class Audio(OutputHandler):\n"
+        "class Smell(OutputHandler):\n"
         "    def encode(self, name, form, data, context):\n"
-        "        return ProcessedOutput(value='sound')\n"
+        "        return ProcessedOutput(value='smell')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
-    assert process(Modality.AUDIO.value, b"").value == "sound"
+    assert process("smell", b"").value == "smell"
     assert process("text", "hello").value == "hello"
