@@ -13,6 +13,8 @@ from omniq.errors import ConfigError, OmniqError
 if TYPE_CHECKING:
     import torch
 
+    from omniq.jobs.model import JobSpec
+
 
 class OutputError(OmniqError):
     """A stage's output does not have the form its output type demands."""
@@ -25,13 +27,21 @@ class OutputContext:
     """Whose output it is: goes into the metadata of files.
 
     ``parameters`` are the job's complete parameters by stage id; ``sample_rate`` is what the
-    output's declaration says (hertz).
+    output's declaration says (hertz). ``pipeline`` is its name and version, ``NAME@N``.
     """
 
     job_id: str
     prompt: str = ""
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     sample_rate: int | None = None
+    pipeline: str = ""
+
+    @classmethod
+    def of_job(cls, spec: JobSpec) -> OutputContext:
+        """Of a job's request; the prompt is its first text."""
+        prompt = next((v for v in spec.inputs.values() if isinstance(v, str)), "")
+        pipeline = f"{spec.pipeline}@{spec.pipeline_version}"
+        return cls(spec.id, prompt, spec.parameters, pipeline=pipeline)
 
     @property
     def seed(self) -> int | dict[str, int] | None:

@@ -20,7 +20,7 @@ from omniq.outputs.base import (
     rgb_items,
     several,
 )
-from omniq.outputs.image import comment_of
+from omniq.outputs.image import comment_of, exif_of, facts_of
 
 #: Frames a second where neither the request nor a stage's defaults say.
 FPS = 16.0
@@ -35,8 +35,8 @@ class VideoHandler(OutputHandler):
     """Frames, uint8 [F, H, W, 3] RGB, become a video file; [n, F, H, W, 3] become n of them.
 
     ``mp4`` is H.264 and needs PyAV (``omniq[media]``); ``webp`` and ``gif`` are animations and need
-    nothing. Frames a second are the parameter ``fps`` of the decode stage, else 16. MP4 files carry
-    how they were made as JSON in their comment.
+    nothing. Frames a second are the parameter ``fps`` of the decode stage, else 16. MP4 and
+    GIF files carry how they were made as JSON in their comment, WebP files in EXIF.
     """
 
     formats = ("mp4", "webp", "gif")
@@ -47,7 +47,11 @@ class VideoHandler(OutputHandler):
 
         def encode(name: str, context: OutputContext, frames: Frames) -> EncodedArtifact:
             fps = context.fps or FPS
-            encoded = _mp4(frames, fps, context) if form == "mp4" else _animation(frames, fps, form)
+            encoded = (
+                _mp4(frames, fps, context)
+                if form == "mp4"
+                else _animation(frames, fps, form, context)
+            )
             count, height, width = frames.shape[:3]
             meta = {"width": width, "height": height, "frames": count, "fps": fps, "format": form}
             return EncodedArtifact(name, CONTENT_TYPES[form], encoded, meta)
@@ -87,10 +91,12 @@ def _mp4(frames: Frames, fps: float, context: OutputContext) -> bytes:
     return file.getvalue()
 
 
-def _animation(frames: Frames, fps: float, form: str) -> bytes:
+def _animation(frames: Frames, fps: float, form: str, context: OutputContext) -> bytes:
     file = io.BytesIO()
     first, *rest = (Image.fromarray(pixels) for pixels in frames)
-    more = {"quality": 90} if form == "webp" else {}
+    more: dict[str, Any] = {"comment": comment_of(context).encode("ascii")}
+    if form == "webp":
+        more = {"quality": 90, "exif": exif_of(facts_of(context))}
     # Milliseconds; PIL drops frames that equal the one before and makes that one last longer.
     duration = max(1, round(1000 / fps))
     first.save(file, form, save_all=True, append_images=rest, duration=duration, loop=0, **more)

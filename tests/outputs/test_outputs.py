@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from PIL import Image
 from pydantic import ValidationError
 from safetensors import safe_open
 from safetensors.torch import load
+from sounds import tags_of
 
 from omniq import __version__
 from omniq.config import OutputConfig
@@ -24,6 +26,7 @@ from omniq.errors import ConfigError
 from omniq.outputs import MultimodalOutputProcessor, OutputContext, ProcessedOutput
 from omniq.outputs.base import OutputError
 from omniq.outputs.pooling import INLINE_MAX
+from omniq.settings import get_settings
 
 PROMPT = "a red circle, rouge clair: é, 赤い円 🙂"
 CONTEXT = OutputContext(
@@ -35,7 +38,8 @@ PIXELS = torch.randint(0, 256, (16, 24, 3), generator=torch.Generator().manual_s
 
 
 def process(kind: str, data: Any, form: str | None = None, **more: Any) -> ProcessedOutput:
-    config = OutputConfig.model_validate({"from": "s.out", "type": kind, "format": form})
+    rate = {"sample_rate": 8_000} if kind == "audio" else {}
+    config = OutputConfig.model_validate({"from": "s.out", "type": kind, "format": form, **rate})
     context = more.pop("context", CONTEXT)
     return MultimodalOutputProcessor().process("picture", config, data, context)
 
@@ -168,6 +172,63 @@ def test_animations_need_no_extra(form: str) -> None:
     image = Image.open(io.BytesIO(artifact.data))
     assert (image.n_frames, image.size) == (5, (24, 16))
     assert artifact.meta["fps"] == 16.0
+
+
+def facts_in(kind: str, form: str, data: torch.Tensor, context: OutputContext) -> dict[str, Any]:
+    """What a file says about how it was made."""
+    artifact = process(kind, {"x": data}, form, context=context).artifact
+    assert artifact is not None
+    if kind == "audio":
+        return dict(json.loads(tags_of(artifact.data)["comment"]))
+    if form == "mp4":
+        import av
+
+        with av.open(io.BytesIO(artifact.data)) as container:
+            return dict(json.loads(container.metadata["comment"]))
+    image = Image.open(io.BytesIO(artifact.data))
+    if form == "png":
+        image.load()
+        plain = ("prompt", "pipeline", "job_id", "Software")
+        return {k: v if k in plain else json.loads(v) for k, v in image.text.items()}
+    if form == "gif":
+        return dict(json.loads(image.info["comment"]))
+    comment = image.getexif().get_ifd(0x8769).get(0x9286)
+    return {} if comment is None else dict(json.loads(comment[8:]))
+
+
+EVERY_FILE = [
+    *(("image", form) for form in ("png", "webp", "jpeg")),
+    *(("video", form) for form in ("mp4", "webp", "gif")),
+    *(("audio", form) for form in ("wav", "flac", "mp3", "opus")),
+]
+DATA = {"image": PIXELS, "audio": torch.zeros(800)}
+
+
+@pytest.mark.parametrize(("kind", "form"), EVERY_FILE)
+def test_every_file_says_the_same_unless_it_may_not(
+    kind: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("av")
+    context = replace(CONTEXT, pipeline="tiny@3")
+    data = frames() if kind == "video" else DATA[kind]
+    facts = facts_in(kind, form, data, context)
+    wanted = {"prompt": PROMPT, "seed": 5, "pipeline": "tiny@3", "job_id": "job1"}
+    assert wanted.items() <= facts.items()
+    assert facts["parameters"] == CONTEXT.parameters
+    monkeypatch.setenv("OMNIQ_EMBED_METADATA", "false")
+    get_settings.cache_clear()
+    assert set(facts_in(kind, form, data, context)) <= {"software", "Software"}
+    monkeypatch.undo()
+    get_settings.cache_clear()
+
+
+@pytest.mark.parametrize(("kind", "form"), EVERY_FILE)
+def test_every_file_takes_the_longest_request(kind: str, form: str) -> None:
+    pytest.importorskip("av")
+    long = {"ar": {"tools": ["🙂" * 20_000], "seed": 5}}
+    context = OutputContext("j", "🙂" * 100_000, long)
+    data = frames() if kind == "video" else DATA[kind]
+    assert facts_in(kind, form, data, context)["seed"] == 5
 
 
 @pytest.mark.parametrize("form", ["mp4", "webp", "gif"])

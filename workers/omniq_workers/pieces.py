@@ -59,8 +59,7 @@ class Pieces:
         self, run: Run, output: str, sequence: int, item: Item
     ) -> tuple[Any, ArtifactInfo | None]:
         name, config = self.outputs[output]
-        prompt = next((v for v in run.spec.inputs.values() if isinstance(v, str)), "")
-        context = OutputContext(run.job_id, prompt, run.spec.parameters)
+        context = OutputContext.of_job(run.spec)
         done = await asyncio.to_thread(
             self._processor.piece, f"{name}.{sequence}", config, item.tensors, context
         )

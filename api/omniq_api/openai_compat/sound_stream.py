@@ -90,9 +90,7 @@ class SpokenJob:
         from omniq.outputs.base import OutputContext  # noqa: PLC0415 - few requests need it
         from omniq.outputs.image import comment_of  # noqa: PLC0415 - as above
 
-        spec = self.record.spec
-        prompt = str(spec.inputs[str(self.model.input_of("text"))])
-        return comment_of(OutputContext(self.record.id, prompt, spec.parameters))
+        return comment_of(OutputContext.of_job(self.record.spec))
 
     def _of_event(self, event: JobEvent) -> SoundPiece | None:
         if event.stage != self.model.stage:
