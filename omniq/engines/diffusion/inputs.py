@@ -30,8 +30,8 @@ def condition_input(
     Raises:
         InvalidRequest: ``prompt_embeds`` is missing, or a tensor has the wrong shape.
     """
-    names = [*family.condition, *family.optional]
-    names += [NEGATIVE + name for name in names if name not in family.integers]
+    twins = (NEGATIVE + name for name in family.condition if name not in family.integers)
+    names = [*family.condition, *twins, *family.beside, *family.optional]
     found: dict[str, torch.Tensor] = {}
     for source in family.condition_inputs:
         if source in inputs:
@@ -45,22 +45,17 @@ def condition_input(
     for name in family.integers:
         if name in found and (found[name].is_floating_point() or found[name].is_complex()):
             refuse_input(name, f"must be integers, is {found[name].dtype}")
-    return {
-        name: _without_batch(name, tensor, dim, family.integers.get(name))
-        for name, tensor in found.items()
-    }
+    return {name: _without_batch(name, tensor, dim, family) for name, tensor in found.items()}
 
 
-def _without_batch(
-    name: str, given: torch.Tensor, dim: int | None, axes: int | None
-) -> torch.Tensor:
+def _without_batch(name: str, given: torch.Tensor, dim: int | None, family: Family) -> torch.Tensor:
     embeds = name.removeprefix(NEGATIVE) == "prompt_embeds"
-    axes = axes or (2 if embeds else 1)
+    axes = family.integers.get(name, 2 if embeds or name in family.beside else 1)
     batched = given.ndim == axes + 1 and given.shape[0] == 1
     tensor = given[0] if batched else given
     width = dim if embeds else None
     if tensor.ndim != axes or 0 in tensor.shape or (width or tensor.shape[-1]) != tensor.shape[-1]:
-        form = f"tokens, {width or 'dim'}" if embeds else ", ".join("nm"[:axes])
+        form = f"tokens, {width or 'dim'}" if axes == 2 else "n"
         raise InvalidRequest(
             f"stage input {name!r}: must be [{form}] or [1, {form}], is {list(given.shape)}"
         )

@@ -128,7 +128,7 @@ class GlmImage(Family):
         """Zeros for the glyphs; the pipeline drops the tokens by itself."""
         return {"prompt_embeds": torch.zeros_like(condition["prompt_embeds"])}
 
-    def own(self, pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def prepared(self, pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Hand both embeds to the pipeline as if it had encoded them: given as arguments, it takes
         only pairs of one length, which its own seldom have.
         """
@@ -138,7 +138,7 @@ class GlmImage(Family):
         pipeline.__dict__["encode_prompt"] = lambda *_, **__: (embeds, negative)
         return rest
 
-    def example(self, pipeline: Any, size: tuple[int, int]) -> dict[str, torch.Tensor]:
+    def example_tokens(self, pipeline: Any, size: tuple[int, int]) -> dict[str, torch.Tensor]:
         """The same token everywhere."""
         return {PRIOR: torch.zeros(self._tokens(pipeline, size), dtype=torch.int64)}
 
@@ -158,6 +158,10 @@ class GlmImage(Family):
     def _tokens(self, pipeline: Any, size: tuple[int, int]) -> int:
         side = int(pipeline.vae_scale_factor) * int(pipeline.transformer.config.patch_size)
         return (size[0] // side) * (size[1] // side)
+
+    def image_pipeline(self) -> str | None:
+        """The same."""
+        return "GlmImagePipeline"
 
     def pictures(
         self, pipeline: Any, given: Mapping[str, Any], arguments: Mapping[str, Any]
