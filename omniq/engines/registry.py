@@ -65,6 +65,13 @@ BUILTIN = (
         "diffusion",
     ),
     EngineSpec(EngineType.AR, "vllm", "omniq.engines.ar_vllm:VLLMAREngine", ("vllm",), "vllm"),
+    EngineSpec(
+        EngineType.ENCODE,
+        "vllm",
+        "omniq.engines.encode_vllm:VLLMPromptEncoder",
+        ("vllm", "diffusers", "greenlet"),
+        "vllm",
+    ),
     *(
         EngineSpec(
             part,
