@@ -94,6 +94,11 @@ class Settings(BaseSettings):
         None, description="user:password for Flower's basic auth; unset: a new one each start."
     )
 
+    embed_metadata: bool = Field(
+        True,
+        description="Result files say how they were made: prompt, seed, parameters, pipeline, job.",
+    )
+
     visibility_timeout: float = Field(
         15.0,
         gt=1,

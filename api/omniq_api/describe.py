@@ -26,8 +26,9 @@ class InputView(BaseModel):
 class OutputView(BaseModel):
     """One result."""
 
-    type: Modality
+    type: Modality | str
     format: str | None = Field(None, description="Encoding; null: the type's usual one.")
+    sample_rate: int | None = Field(None, description="Of type audio: samples a second.")
 
 
 class ParameterView(BaseModel):
@@ -133,7 +134,10 @@ def pipeline_view(pipeline: PipelineConfig, max_text: int) -> PipelineView:
             )
             for name, i in pipeline.inputs.items()
         },
-        outputs={n: OutputView(type=o.type, format=o.format) for n, o in pipeline.outputs.items()},
+        outputs={
+            n: OutputView(type=o.type, format=o.format, sample_rate=o.sample_rate)
+            for n, o in pipeline.outputs.items()
+        },
         parameters=_parameters(pipeline.stages),
         stages=[
             StageView(

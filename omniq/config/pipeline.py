@@ -7,9 +7,10 @@ the request's own inputs, and ``outputs`` names what the client gets back.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Literal
+from importlib.metadata import entry_points
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from omniq.config.params import PARAMS
@@ -18,6 +19,8 @@ from omniq.config.stage import ConfigModel, Modality, OmniStageConfig
 PORT = r"^[a-z][a-z0-9_]{0,31}\.[a-z][a-z0-9_]{0,63}$"
 REQUEST = "input"
 LEAST_LIMIT = 16
+#: Entry points of output handlers, by the names of the types they add.
+OUTPUT_HANDLERS = "omniq.outputs"
 
 
 class InputConfig(ConfigModel):
@@ -85,12 +88,34 @@ class EdgeConfig(ConfigModel):
         return self.target.partition(".")[0]
 
 
+def _output_type(value: Modality | str) -> Modality | str:
+    if isinstance(value, Modality):
+        return value
+    added = {point.name for point in entry_points(group=OUTPUT_HANDLERS)}
+    if value not in added:
+        allowed = ", ".join(sorted({*Modality, *added}))
+        raise ValueError(f"no output type {value!r}; allowed: {allowed}")
+    return value
+
+
 class OutputConfig(ConfigModel):
     """One named result of the pipeline, made from one stage's output."""
 
     source: str = Field(alias="from", pattern=PORT)
-    type: Modality
+    type: Annotated[Modality | str, Field(union_mode="left_to_right"), AfterValidator(_output_type)]
     format: str | None = Field(None, description="Encoding, e.g. png; the type's default if unset.")
+    sample_rate: int | None = Field(
+        None,
+        ge=1_000,
+        le=192_000,
+        description="Samples of a second of sound; needed by type audio, and its only.",
+    )
+
+    @model_validator(mode="after")
+    def _rate_of_sound(self) -> OutputConfig:
+        if (self.type is Modality.AUDIO) != (self.sample_rate is not None):
+            raise ValueError("'sample_rate' is given with type 'audio', and only then")
+        return self
 
     @property
     def producer(self) -> str:
