@@ -215,6 +215,10 @@ class DiTParams(StageParams):
         None, min_length=1, max_length=1_000, description="Noise levels instead of the default."
     )
     guidance_scale: float | None = Field(None, ge=0.0, le=100.0, allow_inf_nan=False)
+    guidance_scale_2: float | None = Field(
+        None, ge=0.0, le=100.0, allow_inf_nan=False,
+        description="Of the second transformer, where a model has two (Wan 2.2).",
+    )  # fmt: skip
     true_cfg_scale: float | None = Field(
         None, ge=0.0, le=100.0, allow_inf_nan=False,
         description="Classifier-free guidance of a guidance-distilled model.",

@@ -7,6 +7,7 @@ import inspect
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +61,12 @@ class Encoder:
         self._most = int(args.get("remember", REMEMBERED))
         self._index = read_index(pipeline_folder(stage, PARTS))
         self._family = self._index.family
+        if absent := [p for p in self._family.packages if find_spec(p) is None]:
+            raise ConfigError(
+                f"stage {stage.stage_id!r}: {self._index.class_name} needs {', '.join(absent)}, "
+                "which is not installed",
+                hint="the extra omniq[diffusion] brings it",
+            )
         if not any(n.startswith("text_encoder") for n in self._index.components):
             raise ConfigError(f"{self._index.folder} is no pipeline with a text encoder")
         self._pipeline = load_pipeline(
@@ -67,7 +74,7 @@ class Encoder:
         )
         self.weights = Weights(stage, engine.device, component_modules(self._pipeline))
         call = inspect.signature(self._pipeline.__call__).parameters
-        self._looks = "image" in call and "image" in _parameters(self._pipeline.encode_prompt)
+        self._looks = self._family.sees_pictures(self._pipeline)
         scale = call.get(self._family.cfg_argument)
         self._default_scale = float(scale.default) if scale and scale.default else 0.0
         # ``encode_prompt`` has another default, which no run of the pipeline ever uses.
@@ -112,7 +119,8 @@ class Encoder:
             negative = self._negative(params)
             if negative is not None:
                 made, more = self._encode(negative, images, options)
-                condition = {**condition, **{NEGATIVE + n: t for n, t in made.items()}}
+                twins = {NEGATIVE + n: t for n, t in made.items() if n not in self._family.beside}
+                condition = {**condition, **twins}
                 hits += more
             return StageOutput(
                 tensors={CONDITION: condition},

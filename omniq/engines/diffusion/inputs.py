@@ -30,7 +30,8 @@ def condition_input(
     Raises:
         InvalidRequest: ``prompt_embeds`` is missing, or a tensor has the wrong shape.
     """
-    names = [*family.condition, *(NEGATIVE + name for name in family.condition)]
+    twins = (NEGATIVE + name for name in family.condition)
+    names = [*family.condition, *twins, *family.beside]
     found: dict[str, torch.Tensor] = {}
     if CONDITION in inputs:
         found = {n: t for n, t in inputs[CONDITION].tensors.items() if n in names}
@@ -40,17 +41,17 @@ def condition_input(
             found[name] = inputs[name].tensor if mask else tensor_input(inputs, name)
     if "prompt_embeds" not in found:
         tensor_input(inputs, "prompt_embeds")  # says what is missing
-    return {name: _without_batch(name, tensor, dim) for name, tensor in found.items()}
+    return {name: _without_batch(name, tensor, dim, family) for name, tensor in found.items()}
 
 
-def _without_batch(name: str, given: torch.Tensor, dim: int | None) -> torch.Tensor:
+def _without_batch(name: str, given: torch.Tensor, dim: int | None, family: Family) -> torch.Tensor:
     embeds = name.removeprefix(NEGATIVE) == "prompt_embeds"
-    axes = 2 if embeds else 1
+    axes = 2 if embeds or name in family.beside else 1
     batched = given.ndim == axes + 1 and given.shape[0] == 1
     tensor = given[0] if batched else given
     width = dim if embeds else None
     if tensor.ndim != axes or 0 in tensor.shape or (width or tensor.shape[-1]) != tensor.shape[-1]:
-        form = f"tokens, {width or 'dim'}" if embeds else "n"
+        form = f"tokens, {width or 'dim'}" if axes == 2 else "n"
         raise InvalidRequest(
             f"stage input {name!r}: must be [{form}] or [1, {form}], is {list(given.shape)}"
         )

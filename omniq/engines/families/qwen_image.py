@@ -110,7 +110,7 @@ class QwenImageEdit(QwenImage):
         image = self._resized(pipeline, images[0], EDIT_AREA)
         return self.encoded(pipeline.encode_prompt(prompt=prompt, image=image, **options))
 
-    def picture_size(self, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
+    def picture_size(self, pipeline: Any, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
         """A megapixel of the (last) picture's shape, where no size is asked for; inside a mask
         always.
         """

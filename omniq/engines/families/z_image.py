@@ -44,7 +44,7 @@ class ZImage(Family):
             return dict(given)
         return {**given, "image": pipeline.image_processor.resize(image, height, width)}
 
-    def picture_size(self, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
+    def picture_size(self, pipeline: Any, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
         """Where none is asked for, the picture's own."""
         if (image := arguments.get("image")) is None:
             return None
