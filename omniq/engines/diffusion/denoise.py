@@ -38,7 +38,6 @@ from omniq.errors import ConfigError, InvalidRequest
 if TYPE_CHECKING:
     from omniq.engines.base import Engine
 
-WARMUP_TOKENS = 8
 #: What pipelines take (Z-Image) that name no default size.
 FALLBACK_SIZE = 1024
 
@@ -69,7 +68,8 @@ class Denoiser:
             names = ", ".join(self._index.components)
             raise ConfigError(f"{folder} is no pipeline with a transformer: {names}")
         pictures = Modality.IMAGE in stage.input_modalities
-        resident = {*TRANSFORMERS, "scheduler", *(["vae"] if pictures else [])}
+        with_vae = pictures or self.family.denoises_with_vae
+        resident = {*TRANSFORMERS, "scheduler", *(["vae"] if with_vae else [])}
         self.pipeline = load_pipeline(
             stage, self._index, resident.__contains__, "cpu", quantization(stage)
         )
@@ -117,12 +117,9 @@ class Denoiser:
         """Parameters and inputs to warm up with: one step of the default size."""
         params = {**self._engine.stage.defaults, "num_inference_steps": 1, "seed": 0}
         params.pop("sigmas", None)
-        config = self.pipeline.transformer.config
-        embeds = torch.zeros(WARMUP_TOKENS, self._embed_dim or 1)
-        tensors = {"prompt_embeds": embeds}
-        if "pooled_prompt_embeds" in self.family.condition:
-            tensors["pooled_prompt_embeds"] = torch.zeros(config.pooled_projection_dim)
-        tensors |= {NEGATIVE + n: t for n, t in tensors.items()}
+        tensors = self.family.example(self.pipeline.transformer.config)
+        tensors |= {NEGATIVE + n: t for n, t in tensors.items() if n not in self.family.beside}
+        tensors |= self.family.example_tokens(self.pipeline, _size(self.pipeline, params, {}))
         inputs = {"condition": StageInput(tensors=tensors)}
         if not self._tasks.text:
             inputs["image"] = black_picture(params.get("height", 64), params.get("width", 64))
@@ -175,7 +172,8 @@ class Denoiser:
         total = int(
             arguments.get("num_inference_steps") or _default(accepted, "num_inference_steps")
         )
-        size = self.family.picture_size(arguments) or _size(pipeline, arguments, accepted)
+        size = self.family.picture_size(pipeline, arguments) or _size(pipeline, arguments, accepted)
+        self.family.check(pipeline, arguments, size)
         progress = Progress(emit, count)
         every = self._preview_every(params)
         every = every and max(every, math.ceil(total * count / MOST_PREVIEWS))
@@ -225,11 +223,8 @@ class Denoiser:
         found = condition_input(inputs, self.family, self._embed_dim)
         positive = {n: t for n, t in found.items() if not n.startswith(NEGATIVE)}
         negative = {n: t for n, t in found.items() if n.startswith(NEGATIVE)}
-        missing = [
-            n
-            for n in self.family.condition
-            if n not in positive and not n.endswith("mask") and n in accepted
-        ]
+        needed = self.family.needed(self.pipeline.transformer.config)
+        missing = [n for n in needed if n not in positive and n in accepted]
         if missing:
             refuse_input(missing[0], f"missing; {self._index.class_name} needs it")
         scale = accepted.get(self.family.cfg_argument)
@@ -250,7 +245,8 @@ class Denoiser:
     ) -> dict[str, torch.Tensor]:
         """The negative condition of a request that brings none."""
         if self._config.null_condition == "zeros":
-            return {NEGATIVE + n: t for n, t in self.family.null(positive).items()}
+            twinned = {n: t for n, t in positive.items() if n not in self.family.beside}
+            return {NEGATIVE + n: t for n, t in self.family.null(twinned).items()}
         if self.family.empty_negative is None and self.family.cfg_argument not in arguments:
             return {}  # the pipeline guides only with a negative prompt, and none was asked for
         name = self.family.cfg_argument
