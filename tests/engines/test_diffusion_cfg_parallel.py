@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from engine_helpers import Recorder, until
 
 from omniq.engines import create_engine
 from omniq.engines.diffusion.devices import Share
+from omniq.engines.families.flux import Flux
 from omniq.errors import ConfigError, EngineDead, EngineError
 
 TOLERANCE = 2e-5
@@ -237,13 +238,19 @@ async def test_a_forward_that_fails_on_one_branch_fails_alone(pair: Pair) -> Non
     assert latents_of(output).isfinite().all()
 
 
-async def test_a_pipeline_without_known_pairs_is_refused(
-    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (None, "knows no guidance pairs of this pipeline"),
+        (replace(Flux.form, state={"kv_caches": bool}), "keeps kv_caches from call to call"),
+    ],
+    ids=["no form", "state"],
+)
+async def test_pipelines_whose_calls_cannot_be_shared_are_refused(
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, form: Any, says: str
 ) -> None:
-    from omniq.engines.families.flux import Flux
-
-    monkeypatch.setattr(Flux, "form", None)
+    monkeypatch.setattr(Flux, "form", form)
     engine = create_engine(dit_stage(models("flux"), engine_args={"parallel": {"cfg_degree": 2}}))
-    with pytest.raises(ConfigError, match="knows no guidance pairs of this pipeline"):
+    with pytest.raises(ConfigError, match=says):
         await engine.load()
     await engine.unload()

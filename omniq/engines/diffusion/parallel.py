@@ -138,6 +138,11 @@ class Parallel(ConfigModel):
                 "cfg_degree helps true_cfg_scale and requests that share forwards",
                 stage.stage_id,
             )
+        if family.form is not None and family.form.state:
+            raise ConfigError(
+                f"{where}: this pipeline keeps {', '.join(family.form.state)} from call to call, "
+                "which the other devices would be without"
+            )
         for model in models if self.splits else ():
             if getattr(model, "_cp_plan", None) is None:
                 raise ConfigError(f"{where}: diffusers has no plan to split {type(model).__name__}")
