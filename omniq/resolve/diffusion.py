@@ -39,8 +39,9 @@ class DiffusionFamily(ModelFamily):
     masks: ClassVar[bool] = False
     #: Defaults of the DiT stage; guidance also reaches the encode stage.
     defaults: ClassVar[Mapping[str, Any]] = {}
-    #: Whether diffusers has a plan to split the transformer's sequence over devices.
-    splits: ClassVar[bool] = True
+    #: How several devices share the transformer's work (engine argument ``parallel``): its
+    #: sequence, where diffusers has a plan for that, or the two forwards of a guided step.
+    shared_by: ClassVar[Literal["ulysses_degree", "cfg_degree"] | None] = "ulysses_degree"
     #: Whether the text encoder is a language model that vLLM can run.
     encodes_on_vllm: ClassVar[bool] = False
 
@@ -158,7 +159,7 @@ class DiffusionFamily(ModelFamily):
         """``devices`` (and how one stage uses several) by stage id, for that many GPUs.
 
         One: all share it. Two: the transformer has its own. Three or more: so have encoder and
-        decoder; from four on the transformer is split over two, if it can be.
+        decoder; from four on two share the transformer's work, if it can be shared.
         """
         nothing: dict[str, Any] = {}
         if gpus < 2:
@@ -167,9 +168,8 @@ class DiffusionFamily(ModelFamily):
         if gpus == 2:
             return {"encode": first, "dit": {"devices": ["1"]}, "decode": first}
         dit: dict[str, Any] = {"devices": ["2"]}
-        if gpus >= 4 and self.splits:
-            split = {"context_parallel": {"ulysses_degree": 2}}
-            dit = {"devices": ["2", "3"], "engine_args": split}
+        if gpus >= 4 and self.shared_by is not None:
+            dit = {"devices": ["2", "3"], "engine_args": {"parallel": {self.shared_by: 2}}}
         return {"encode": first, "dit": dit, "decode": {"devices": ["1"]}}
 
 
@@ -225,7 +225,7 @@ class ZImage(DiffusionFamily):
     pictures = "optional"
     masks = True
     defaults: ClassVar[Mapping[str, Any]] = {"num_inference_steps": 50, "guidance_scale": 5.0}
-    splits = False
+    shared_by = "cfg_degree"
     encodes_on_vllm = True
 
 
@@ -268,7 +268,7 @@ class StableDiffusion3(DiffusionFamily):
     pictures = "optional"
     masks = True
     defaults: ClassVar[Mapping[str, Any]] = {"num_inference_steps": 28, "guidance_scale": 7.0}
-    splits = False
+    shared_by = "cfg_degree"
 
 
 class Wan(DiffusionFamily):
@@ -337,7 +337,7 @@ class OtherDiffusion(DiffusionFamily):
     name = "other text-to-image pipelines of diffusers"
     description = "text to picture, by the general rules; not every pipeline fits them"
     classes = ()
-    splits = False
+    shared_by = None
 
     def matches(self, files: ModelFiles) -> bool:
         """By its parts; whether the pipeline fits is seen when its stages load."""
