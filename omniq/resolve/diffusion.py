@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from omniq.errors import ConfigError
 from omniq.resolve.base import BuildOptions, ModelFamily
-from omniq.resolve.files import ModelFiles
+from omniq.resolve.files import MODEL_INDEX, ModelFiles
 
 #: Longest side that is served unless an override says otherwise, in pixels.
 LONGEST_PICTURE = 2048
@@ -15,6 +15,8 @@ LONGEST_VIDEO = 1280
 MOST_FRAMES = 161
 #: Pictures of one request, for models that take several: each is as many tokens as one made.
 MOST_PICTURES = 8
+#: Components without which there is no staged pipeline.
+PARTS = ("text_encoder", "transformer", "vae", "scheduler")
 #: Pixels along one side of a latent patch where the model's files do not say.
 USUAL_MULTIPLE = 16
 
@@ -50,7 +52,17 @@ class DiffusionFamily(ModelFamily):
         return files.diffusers_class in self.classes
 
     def build(self, files: ModelFiles, options: BuildOptions) -> dict[str, Any]:
-        """Stages ``encode``, ``dit`` and ``decode``."""
+        """Stages ``encode``, ``dit`` and ``decode``.
+
+        Raises:
+            ConfigError: the model lacks a part, or the options do not fit.
+        """
+        index = files.json(MODEL_INDEX) or {}
+        if absent := [part for part in PARTS if not _present(index, part)]:
+            raise ConfigError(
+                f"{files.given}: {MODEL_INDEX} of a {files.diffusers_class} names no "
+                f"{', '.join(absent)}"
+            )
         args = dict(options.engine_args)
         dtype = args.pop("dtype", "auto")
         in_flight = args.pop("max_num_seqs", 16)
@@ -320,12 +332,12 @@ class WanImageToVideo(Wan):
 
     def encoder_sees(self, files: ModelFiles) -> bool:
         """Only 2.1 has an image encoder."""
-        part = (files.json("model_index.json") or {}).get("image_encoder") or [None]
+        part = (files.json(MODEL_INDEX) or {}).get("image_encoder") or [None]
         return part[0] is not None
 
 
 def _timesteps(files: ModelFiles) -> bool:
-    return bool((files.json("model_index.json") or {}).get("expand_timesteps"))
+    return bool((files.json(MODEL_INDEX) or {}).get("expand_timesteps"))
 
 
 class OtherDiffusion(DiffusionFamily):
@@ -341,9 +353,8 @@ class OtherDiffusion(DiffusionFamily):
 
     def matches(self, files: ModelFiles) -> bool:
         """By its parts; whether the pipeline fits is seen when its stages load."""
-        index = files.json("model_index.json") or {}
-        parts = {"text_encoder", "transformer", "vae", "scheduler"}
-        return files.diffusers_class is not None and all(_present(index, part) for part in parts)
+        index = files.json(MODEL_INDEX) or {}
+        return files.diffusers_class is not None and all(_present(index, part) for part in PARTS)
 
 
 def _present(index: Mapping[str, Any], part: str) -> bool:

@@ -27,7 +27,8 @@ PROMPT = "a red circle above a blue square"
 RUNS: list[tuple[str, bool, dict[str, Any]]] = [
     ("z_image", False, {}),
     ("flux", False, {}),
-    ("flux", True, {"strength": 0.5}),
+    # The scale's default is that of text to image, with a picture too.
+    ("flux", True, {"strength": 0.5, "guidance_scale": 2.0}),
     ("flux2_klein", False, {}),
     ("sd3", False, {"negative_prompt": "a star"}),
     ("qwen_image", False, {"negative_prompt": "a star"}),
@@ -170,8 +171,9 @@ def test_which_transformers_are_split_is_what_diffusers_has_plans_for(
     for family in DIFFUSION:
         for class_name in family.classes:
             pipeline: Any = getattr(diffusers, class_name)
-            names = inspect.signature(pipeline.__init__).parameters["transformer"].annotation
-            transformer = names if isinstance(names, type) else getattr(diffusers, str(names))
+            named = inspect.signature(pipeline.__init__).parameters["transformer"].annotation
+            name = named.__name__ if isinstance(named, type) else str(named).partition(" |")[0]
+            transformer = getattr(diffusers, name.rpartition(".")[2])
             planned = transformer._cp_plan is not None
             assert planned == (family.shared_by == "ulysses_degree"), class_name
 
