@@ -15,6 +15,7 @@ LONGEST_VIDEO = 1280
 MOST_FRAMES = 161
 #: Pictures of one request, for models that take several: each is as many tokens as one made.
 MOST_PICTURES = 8
+Pictures = Literal["none", "optional", "required"]
 #: Components without which there is no staged pipeline.
 PARTS = ("text_encoder", "transformer", "vae", "scheduler")
 #: Pixels along one side of a latent patch where the model's files do not say.
@@ -34,7 +35,7 @@ class DiffusionFamily(ModelFamily):
     #: What comes out.
     makes: ClassVar[Literal["image", "video"]] = "image"
     #: Whether a request may, or must, bring a picture.
-    pictures: ClassVar[Literal["none", "optional", "required"]] = "none"
+    pictures: ClassVar[Pictures] = "none"
     #: Most pictures of one request.
     most_pictures: ClassVar[int] = 1
     #: Whether a request may bring a mask.
@@ -190,8 +191,12 @@ class QwenImage(DiffusionFamily):
 
     name = "Qwen-Image"
     description = "text (and picture, mask) to picture; the encoder also on vLLM"
-    classes = ("QwenImagePipeline", "QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline")
-    pictures = "optional"
+    classes: ClassVar[tuple[str, ...]] = (
+        "QwenImagePipeline",
+        "QwenImageImg2ImgPipeline",
+        "QwenImageInpaintPipeline",
+    )
+    pictures: ClassVar[Pictures] = "optional"
     masks = True
     # The scale is the pipeline's true_cfg_scale, see the family in omniq.engines.
     defaults: ClassVar[Mapping[str, Any]] = {"num_inference_steps": 50, "guidance_scale": 4.0}
@@ -209,8 +214,8 @@ class QwenImageEdit(QwenImage):
 
     name = "Qwen-Image-Edit"
     description = "picture and text (and mask) to picture"
-    classes = ("QwenImageEditPipeline", "QwenImageEditInpaintPipeline")
-    pictures = "required"
+    classes: ClassVar[tuple[str, ...]] = ("QwenImageEditPipeline", "QwenImageEditInpaintPipeline")
+    pictures: ClassVar[Pictures] = "required"
     encodes_on_vllm = False
 
     def encoder_sees(self, files: ModelFiles) -> bool:
@@ -223,7 +228,7 @@ class QwenImageEditPlus(QwenImageEdit):
 
     name = "Qwen-Image-Edit-Plus"
     description = "pictures and text to picture"
-    classes = ("QwenImageEditPlusPipeline",)
+    classes: ClassVar[tuple[str, ...]] = ("QwenImageEditPlusPipeline",)
     most_pictures = MOST_PICTURES
     masks = False
 
@@ -233,8 +238,12 @@ class ZImage(DiffusionFamily):
 
     name = "Z-Image"
     description = "text (and picture, mask) to picture; the encoder also on vLLM"
-    classes = ("ZImagePipeline", "ZImageImg2ImgPipeline", "ZImageInpaintPipeline")
-    pictures = "optional"
+    classes: ClassVar[tuple[str, ...]] = (
+        "ZImagePipeline",
+        "ZImageImg2ImgPipeline",
+        "ZImageInpaintPipeline",
+    )
+    pictures: ClassVar[Pictures] = "optional"
     masks = True
     defaults: ClassVar[Mapping[str, Any]] = {"num_inference_steps": 50, "guidance_scale": 5.0}
     shared_by = "cfg_degree"
@@ -246,8 +255,12 @@ class Flux(DiffusionFamily):
 
     name = "FLUX.1"
     description = "text (and picture, mask) to picture"
-    classes = ("FluxPipeline", "FluxImg2ImgPipeline", "FluxInpaintPipeline")
-    pictures = "optional"
+    classes: ClassVar[tuple[str, ...]] = (
+        "FluxPipeline",
+        "FluxImg2ImgPipeline",
+        "FluxInpaintPipeline",
+    )
+    pictures: ClassVar[Pictures] = "optional"
     masks = True
     defaults: ClassVar[Mapping[str, Any]] = {
         "num_inference_steps": 28,
@@ -261,8 +274,8 @@ class Flux2(DiffusionFamily):
 
     name = "FLUX.2"
     description = "text and reference pictures to picture"
-    classes = ("Flux2Pipeline", "Flux2KleinPipeline")
-    pictures = "optional"
+    classes: ClassVar[tuple[str, ...]] = ("Flux2Pipeline", "Flux2KleinPipeline")
+    pictures: ClassVar[Pictures] = "optional"
     most_pictures = MOST_PICTURES
     defaults: ClassVar[Mapping[str, Any]] = {"num_inference_steps": 50, "guidance_scale": 4.0}
 
@@ -272,12 +285,12 @@ class StableDiffusion3(DiffusionFamily):
 
     name = "Stable Diffusion 3"
     description = "text (and picture, mask) to picture"
-    classes = (
+    classes: ClassVar[tuple[str, ...]] = (
         "StableDiffusion3Pipeline",
         "StableDiffusion3Img2ImgPipeline",
         "StableDiffusion3InpaintPipeline",
     )
-    pictures = "optional"
+    pictures: ClassVar[Pictures] = "optional"
     masks = True
     defaults: ClassVar[Mapping[str, Any]] = {"num_inference_steps": 28, "guidance_scale": 7.0}
     shared_by = "cfg_degree"
@@ -288,7 +301,7 @@ class Wan(DiffusionFamily):
 
     name = "Wan"
     description = "text to video; the 5B model of 2.2 also from a first frame"
-    classes = ("WanPipeline",)
+    classes: ClassVar[tuple[str, ...]] = ("WanPipeline",)
     makes = "video"
     defaults: ClassVar[Mapping[str, Any]] = {
         "height": 480,
@@ -315,7 +328,7 @@ class Wan5B(Wan):
 
     name = "Wan 2.2 5B"
     description = "text, and a first frame if wanted, to video"
-    pictures = "optional"
+    pictures: ClassVar[Pictures] = "optional"
 
     def matches(self, files: ModelFiles) -> bool:
         """Each of its latent positions has a timestep of its own."""
@@ -327,8 +340,8 @@ class WanImageToVideo(Wan):
 
     name = "Wan image to video"
     description = "first frame and text to video"
-    classes = ("WanImageToVideoPipeline",)
-    pictures = "required"
+    classes: ClassVar[tuple[str, ...]] = ("WanImageToVideoPipeline",)
+    pictures: ClassVar[Pictures] = "required"
 
     def encoder_sees(self, files: ModelFiles) -> bool:
         """Only 2.1 has an image encoder."""
@@ -348,7 +361,7 @@ class OtherDiffusion(DiffusionFamily):
 
     name = "other text-to-image pipelines of diffusers"
     description = "text to picture, by the general rules; not every pipeline fits them"
-    classes = ()
+    classes: ClassVar[tuple[str, ...]] = ()
     shared_by = None
 
     def matches(self, files: ModelFiles) -> bool:
