@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -63,10 +64,15 @@ def test_a_job_runs_through_its_family_engine_and_output_type(tmp_path: Path) ->
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "letters"}')
     with served(tmp_path, sys.executable, "-m", "omniq", "serve", str(folder)) as running:
-        url, body = f"{running.url}/v1/jobs", {"input": {"prompt": "Hello, hall!"}}
-        job = httpx.post(f"{url}?wait=30", json=body, timeout=40).json()
+        url = f"{running.url}/v1/jobs"
+
+        def ask(prompt: str) -> Any:
+            body = {"pipeline": "my-letters", "input": {"prompt": prompt}}
+            return httpx.post(f"{url}?wait=30", json=body, timeout=40).json()
+
+        job = ask("Hello, hall!")
         table = httpx.get(f"{url}/{job['id']}/artifacts/table")
-        wrong = httpx.post(f"{url}?wait=30", json={"input": {"prompt": "123"}}, timeout=40).json()
+        wrong = ask("123")
         assert running.stop() == []
     assert job["state"] == "succeeded", job
     assert job["pipeline"] == "my-letters"

@@ -31,7 +31,7 @@ def test_every_script_is_run_here_and_in_the_list() -> None:
     tests, text = Path(__file__).read_text(), (EXAMPLES / "README.md").read_text()
     scripts = {p.name for p in EXAMPLES.glob("*.py")} - {"common.py"}
     assert scripts
-    assert all(f'run("{name}"' in tests and name in text for name in scripts)
+    assert all(f'"{name}"' in tests and name in text for name in scripts)
 
 
 def test_tiny_omni(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ class Group:
     ) -> None:
         self._stage, self._config, self._device = stage, config, device
         self._models, self._cache = list(models), cache
-        self.branches = config.cfg_degree
+        self.branches: int = config.cfg_degree
         self._folder = tempfile.TemporaryDirectory(prefix="omniq-ranks-")
         self._followers: list[tuple[subprocess.Popen[bytes], Connection]] = []
         try:
