@@ -102,7 +102,10 @@ class Encoder:
         if not any(n.startswith("text_encoder") for n in self._index.components):
             raise ConfigError(f"{self._index.folder} is no pipeline with a text encoder")
         self._pipeline = load_pipeline(
-            stage, self._index, lambda name: name not in NOT_LOADED, "cpu"
+            stage,
+            self._index,
+            lambda name: name not in (*NOT_LOADED, *self._family.elsewhere),
+            "cpu",
         )
         self.weights = Weights(stage, engine.device, component_modules(self._pipeline))
         self._looks = self._family.sees_pictures(self._pipeline)

@@ -29,6 +29,14 @@ class Family:
 
     #: Names of condition tensors; each may come with a ``negative_`` twin.
     condition: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    #: Condition tensors that a request may lack.
+    optional: ClassVar[tuple[str, ...]] = ()
+    #: Those that are integers, with their number of axes.
+    integers: ClassVar[Mapping[str, int]] = {}
+    #: Stage inputs that hold several condition tensors.
+    condition_inputs: ClassVar[tuple[str, ...]] = ("condition",)
+    #: Components that no stage of diffusers loads, because a stage before does their work.
+    elsewhere: ClassVar[tuple[str, ...]] = ()
     #: Names of condition tensors [tokens, dim] without a twin, of models that need them.
     beside: ClassVar[tuple[str, ...]] = ()
     #: How transformer calls join; None: requests of this family never share a forward.
@@ -175,6 +183,25 @@ class Family:
             arguments: its other arguments.
         """
         return dict(given)
+
+    def example_tokens(self, pipeline: Any, size: tuple[int, int]) -> dict[str, torch.Tensor]:
+        """Made-up integers of the condition, for warming up.
+
+        ``size`` is (height, width) in pixels.
+        """
+        return {}
+
+    def check(self, pipeline: Any, arguments: Mapping[str, Any], size: tuple[int, int]) -> None:
+        """Whether the condition fits what is asked for.
+
+        Args:
+            pipeline: the stock pipeline.
+            arguments: of its call.
+            size: (height, width) in pixels of what will be made.
+
+        Raises:
+            InvalidRequest: it does not.
+        """
 
     def picture_size(self, pipeline: Any, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
         """Height and width of what is made, where a request's pictures decide; else None."""
