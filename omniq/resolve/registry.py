@@ -18,7 +18,11 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "omniq.models"
 #: The first that matches serves a model, so what is particular stands before what is general.
-BUILTIN = ("omniq.resolve.language_model:LanguageModel",)
+BUILTIN = (
+    "omniq.resolve.glm_image:GlmImage",
+    "omniq.resolve.csm:Csm",
+    "omniq.resolve.language_model:LanguageModel",
+)
 
 
 @cache
