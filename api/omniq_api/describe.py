@@ -17,8 +17,12 @@ class InputView(BaseModel):
     required: bool
     min_length: int = Field(description="Characters; of token_ids, how many.")
     max_length: int = Field(description="Characters; of token_ids, how many.")
-    max_items: int = Field(1, description="Pictures.")
-    max_pixels: int | None = Field(None, description="Of one picture.")
+    max_items: int = Field(1, description="Files.")
+    max_pixels: int | None = Field(None, description="Of one picture, or frame of a video.")
+    max_seconds: float | None = Field(None, description="Of one sound or video.")
+    max_frames: int | None = Field(None, description="Of one video, those that are taken.")
+    sample_rate: int | None = Field(None, description="Hertz at which stages get a sound.")
+    fps: float | None = Field(None, description="Frames of a second taken of a video; null: all.")
     description: str = ""
 
 
@@ -128,7 +132,11 @@ def pipeline_view(pipeline: PipelineConfig, max_text: int) -> PipelineView:
                 min_length=i.min_length,
                 max_length=i.max_length if i.type == "token_ids" else min(i.max_length, max_text),
                 max_items=i.max_items,
-                max_pixels=i.max_pixels if i.type == "image" else None,
+                max_pixels=i.max_pixels if i.type in ("image", "video") else None,
+                max_seconds=i.max_seconds if i.type in ("audio", "video") else None,
+                max_frames=i.max_frames if i.type == "video" else None,
+                sample_rate=i.sample_rate if i.type == "audio" else None,
+                fps=i.fps if i.type == "video" else None,
                 description=i.description,
             )
             for name, i in pipeline.inputs.items()

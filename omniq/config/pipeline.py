@@ -18,6 +18,8 @@ from omniq.config.stage import ConfigModel, Modality, OmniStageConfig
 PORT = r"^[a-z][a-z0-9_]{0,31}\.[a-z][a-z0-9_]{0,63}$"
 REQUEST = "input"
 LEAST_LIMIT = 16
+#: Types of inputs that are files.
+FILES = ("image", "audio", "video", "latents")
 #: Entry points of output handlers, by the names of the types they add.
 OUTPUT_HANDLERS = "omniq.outputs"
 
@@ -25,18 +27,26 @@ OUTPUT_HANDLERS = "omniq.outputs"
 class InputConfig(ConfigModel):
     """One named input of the request."""
 
-    type: Literal["text", "messages", "token_ids", "image", "latents"] = Field(
+    type: Literal["text", "messages", "token_ids", "image", "audio", "video", "latents"] = Field(
         "text",
         description="'messages' is a conversation as in OpenAI's API, 'token_ids' a list of "
-        "integers, 'image' one or several pictures, 'latents' a tensor.",
+        "integers, 'image', 'audio' and 'video' one or several files, 'latents' a tensor.",
     )
     required: bool = True
     min_length: int = Field(1, ge=0, description="Characters, or token ids.")
     max_length: int = Field(
         8_000, ge=1, description="Characters (of all messages together), or token ids."
     )
-    max_items: int = Field(1, ge=1, le=16, description="Pictures in one request.")
-    max_pixels: int = Field(1 << 24, ge=1, description="Pixels of one picture.")
+    max_items: int = Field(1, ge=1, le=16, description="Files of this input in one request.")
+    max_pixels: int = Field(1 << 24, ge=1, description="Pixels of one picture or frame.")
+    max_seconds: float = Field(60.0, gt=0, description="Of one sound or video.")
+    max_frames: int = Field(1_024, ge=1, description="Of one video, those that are taken.")
+    sample_rate: int = Field(
+        16_000, ge=1_000, le=192_000, description="Hertz at which stages get a sound."
+    )
+    fps: float | None = Field(
+        None, gt=0, le=240, description="Frames of a second that are taken of a video; unset: all."
+    )
     description: str = ""
 
 
@@ -236,8 +246,8 @@ class PipelineConfig(ConfigModel):
 
     @cached_property
     def files(self) -> tuple[str, ...]:
-        """Names of the inputs that are files: pictures and tensors."""
-        return tuple(n for n, i in self.inputs.items() if i.type in ("image", "latents"))
+        """Names of the inputs that are files: pictures, sound, videos and tensors."""
+        return tuple(n for n, i in self.inputs.items() if i.type in FILES)
 
     @cached_property
     def takers(self) -> dict[str, list[OmniStageConfig]]:

@@ -74,6 +74,13 @@ BUILTIN = (
     ),
     EngineSpec(EngineType.AR, "csm", "omniq.engines.ar_csm:CsmAREngine", _TORCH, "diffusion"),
     EngineSpec(EngineType.DECODE, "codec", "omniq.engines.codec:CodecEngine", _TORCH, "diffusion"),
+    EngineSpec(
+        EngineType.ENCODE,
+        "vllm",
+        "omniq.engines.encode_vllm:VLLMPromptEncoder",
+        ("vllm", "diffusers", "greenlet"),
+        "vllm",
+    ),
     *(
         EngineSpec(
             part,

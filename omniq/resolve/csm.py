@@ -6,12 +6,15 @@ from typing import Any, ClassVar
 
 from omniq.resolve.base import BuildOptions, ModelFamily
 from omniq.resolve.files import CONFIG, ModelFiles
-from omniq.resolve.own_engines import refuse_engine
+from omniq.resolve.own_engines import own_options, placed
 
 #: Two minutes at 12.5 frames a second; an end frame comes before.
 MOST_FRAMES = 1500
 #: Chunks of four frames that must be there before the codec starts.
 WINDOW = 1
+IN_FLIGHT = 16
+#: The codec on another GPU does not take turns with the model.
+PLANS = {2: {"ar": "0", "codec": "1"}}
 #: Of Mimi, where the model's configuration does not say.
 SAMPLE_RATE = 24_000
 
@@ -36,11 +39,25 @@ class Csm(ModelFamily):
         Raises:
             ConfigError: an engine other than its own, or arguments of one, are asked for.
         """
-        args = dict(options.engine_args)
-        dtype, in_flight = args.pop("dtype", "auto"), args.pop("max_num_seqs", 16)
-        refuse_engine(files, self.name, options.engine, args)
+        common = {"model": files.model, **own_options(files, self.name, options, IN_FLIGHT)}
         codec = (files.json(CONFIG) or {}).get("codec_config") or {}
-        common = {"model": files.model, "dtype": dtype, "max_in_flight": in_flight}
+        stages: list[dict[str, Any]] = [
+            {
+                "stage_id": "ar",
+                "engine_type": "AR",
+                "engine": "csm",
+                "input_modalities": ["text"],
+                "defaults": {"max_tokens": MOST_FRAMES},
+                **common,
+            },
+            {
+                "stage_id": "codec",
+                "engine_type": "decode",
+                "engine": "codec",
+                "output_modalities": ["audio"],
+                **common,
+            },
+        ]
         return {
             "description": f"{files.given} ({self.name})",
             "inputs": {
@@ -52,23 +69,7 @@ class Csm(ModelFamily):
                     "description": "Number of the speaker; default 0.",
                 },
             },
-            "stages": [
-                {
-                    "stage_id": "ar",
-                    "engine_type": "AR",
-                    "engine": "csm",
-                    "input_modalities": ["text"],
-                    "defaults": {"max_tokens": MOST_FRAMES},
-                    **common,
-                },
-                {
-                    "stage_id": "codec",
-                    "engine_type": "decode",
-                    "engine": "codec",
-                    "output_modalities": ["audio"],
-                    **common,
-                },
-            ],
+            "stages": placed(stages, options.gpus, PLANS),
             "edges": [
                 {"from": "input.prompt", "to": "ar.prompt"},
                 {"from": "input.voice", "to": "ar.voice"},

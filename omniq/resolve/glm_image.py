@@ -6,13 +6,19 @@ from typing import Any, ClassVar
 
 from omniq.resolve.base import BuildOptions, ModelFamily
 from omniq.resolve.files import ModelFiles
-from omniq.resolve.own_engines import refuse_engine
+from omniq.resolve.own_engines import own_options, placed
 
 #: Pixels of one token of the AR model, each way.
 PIXELS_PER_TOKEN = 32
 LONGEST_SIDE = 2048
 DEFAULT_SIDE = 1024
 MOST_PICTURES = 8
+IN_FLIGHT = 16
+#: The AR model (9 B) and the DiT (7 B) are the large ones.
+PLANS = {
+    2: {"ar": "0", "encode": "0", "dit": "1", "decode": "1"},
+    3: {"ar": "0", "encode": "1", "dit": "2", "decode": "1"},
+}
 
 
 class GlmImage(ModelFamily):
@@ -35,21 +41,17 @@ class GlmImage(ModelFamily):
         Raises:
             ConfigError: an engine other than its own, or arguments of one, are asked for.
         """
-        args = dict(options.engine_args)
-        dtype, in_flight = args.pop("dtype", "auto"), args.pop("max_num_seqs", 16)
-        refuse_engine(files, self.name, options.engine, args)
+        common = {"model": files.model, **own_options(files, self.name, options, IN_FLIGHT)}
         side = {"min": PIXELS_PER_TOKEN, "max": LONGEST_SIDE, "multiple_of": PIXELS_PER_TOKEN}
         size = {"height": DEFAULT_SIDE, "width": DEFAULT_SIDE}
         limits = {"height": side, "width": side}
-        common = {"model": files.model, "dtype": dtype}
-        stages = [
+        stages: list[dict[str, Any]] = [
             {
                 "stage_id": "ar",
                 "engine_type": "AR",
                 "engine": "glm_image",
                 "input_modalities": ["text", "image"],
                 "more_parameters": list(size),
-                "max_in_flight": in_flight,
                 "defaults": size,
                 "limits": limits,
             },
@@ -58,7 +60,6 @@ class GlmImage(ModelFamily):
                 "engine_type": "encode",
                 "input_modalities": ["text"],
                 "output_modalities": ["hidden_states"],
-                "max_in_flight": 32,
                 "defaults": {"guidance_scale": 1.5},
             },
             {
@@ -66,7 +67,6 @@ class GlmImage(ModelFamily):
                 "engine_type": "DiT",
                 "input_modalities": ["hidden_states", "image"],
                 "output_modalities": ["latents"],
-                "max_in_flight": in_flight,
                 "defaults": {**size, "num_inference_steps": 50, "guidance_scale": 1.5},
                 "limits": {**limits, "num_inference_steps": {"max": 100}},
             },
@@ -75,7 +75,6 @@ class GlmImage(ModelFamily):
                 "engine_type": "decode",
                 "input_modalities": ["latents"],
                 "output_modalities": ["image"],
-                "max_in_flight": 8,
             },
         ]
         return {
@@ -84,7 +83,7 @@ class GlmImage(ModelFamily):
                 "prompt": {"type": "text"},
                 "image": {"type": "image", "required": False, "max_items": MOST_PICTURES},
             },
-            "stages": [{**stage, **common} for stage in stages],
+            "stages": placed([{**stage, **common} for stage in stages], options.gpus, PLANS),
             "edges": [
                 {"from": "input.prompt", "to": "ar.prompt"},
                 {"from": "input.image", "to": "ar.image"},

@@ -21,6 +21,18 @@ ENTRY_POINTS = "omniq.models"
 BUILTIN = (
     "omniq.resolve.glm_image:GlmImage",
     "omniq.resolve.csm:Csm",
+    "omniq.resolve.diffusion:QwenImage",
+    "omniq.resolve.diffusion:QwenImageEdit",
+    "omniq.resolve.diffusion:QwenImageEditPlus",
+    "omniq.resolve.diffusion:ZImage",
+    "omniq.resolve.diffusion:Flux",
+    "omniq.resolve.diffusion:Flux2",
+    "omniq.resolve.diffusion:StableDiffusion3",
+    "omniq.resolve.diffusion:Wan5B",
+    "omniq.resolve.diffusion:Wan",
+    "omniq.resolve.diffusion:WanImageToVideo",
+    "omniq.resolve.diffusion:OtherDiffusion",
+    "omniq.resolve.language_model:EmbeddingModel",
     "omniq.resolve.language_model:LanguageModel",
 )
 

@@ -60,6 +60,10 @@ class Family:
     #: The argument of ``__call__`` that is the scale of classifier-free guidance.
     cfg_argument: ClassVar[str] = "guidance_scale"
 
+    #: Layer of the text encoder, as transformers counts ``hidden_states``, whose states are the
+    #: prompt embeds, so that an AR engine can encode; None: the pipeline itself has to.
+    encoder_layer: ClassVar[int | None] = None
+
     def __init__(self, index: Mapping[str, Any] | None = None) -> None:
         #: Settings of the pipeline in the model's model_index.json, such as ``is_distilled``.
         self.index = dict(index or {})
@@ -136,6 +140,21 @@ class Family:
         made = pipeline.encode_prompt(prompt=prompt, **options, **self.encode_options())
         values = made if isinstance(made, tuple) else (made,)
         return self.encoded(values)
+
+    def encoder_tokens(
+        self, pipeline: Any, prompt: str, most: int | None
+    ) -> tuple[list[int], slice]:
+        """What an AR engine is to encode, for families with an ``encoder_layer``.
+
+        Args:
+            pipeline: the pipeline with its tokenizers.
+            prompt: positive or negative prompt.
+            most: ``max_sequence_length``; None: the pipeline's own bound.
+
+        Returns:
+            Token ids, and which of their states are the prompt embeds.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is encoded by its pipeline only")
 
     def encode_options(self) -> dict[str, Any]:
         """Further arguments of ``encode_prompt`` that this family needs."""
