@@ -202,8 +202,7 @@ class StageIO:
         if not self._outputs:
             return {}, {}
         job_id, _, fence = run.key
-        prompt = next((v for v in run.spec.inputs.values() if isinstance(v, str)), "")
-        context = OutputContext(job_id, prompt, run.spec.parameters)
+        context = OutputContext.of_job(run.spec)
         values: dict[str, Any] = {}
         artifacts: dict[str, ArtifactInfo] = {}
         for name, config in self._outputs.items():
