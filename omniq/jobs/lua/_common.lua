@@ -6,6 +6,8 @@
 -- "v:<output>" and "a:<artifact>" results, "w:<channel>" of who waits for its end, and per stage "<stage>|<field>". For chunk streams:
 -- "<stage>|alive" (its lease), "<stage>|streams" (what it hands on while it runs) and
 -- "<reader>|window:<stage>" (the run of <stage> whose first window is there).
+-- For admission (_share.lua): "pipeline", "tenant", "inbytes" (of its input files), "held" (its first
+-- messages while it is held back), "hook" (whom to tell of its end).
 
 local JOB, EVENTS, BLOBS = KEYS[1], KEYS[2], KEYS[3]
 local RETENTION = tonumber(ARGV[#ARGV - 2])
@@ -148,6 +150,9 @@ local function handed(stage)
   return found
 end
 
+-- What a job's end means to those who wait to be let in; in _share.lua.
+local give_up_place
+
 -- The only way into a final state.
 local function finalise(state, err)
   for _, s in ipairs(stages()) do
@@ -177,4 +182,5 @@ local function finalise(state, err)
   end
   redis.call('PEXPIRE', JOB, RETENTION)
   redis.call('PEXPIRE', EVENTS, RETENTION)
+  give_up_place()
 end
