@@ -51,7 +51,12 @@ class Settings(BaseSettings):
     api_keys: list[str] = Field(
         default_factory=list,
         description="Keys of which clients must send one as 'Authorization: Bearer KEY' to every "
-        "route below /v1 (JSON list); empty: none is asked for.",
+        "route below /v1 (JSON list): the operator's, who has no share to keep; see api_auth.",
+    )
+    api_auth: Literal["auto", "required"] = Field(
+        "auto",
+        description="'required': the routes below /v1 want a key even while there is none; 'auto': "
+        "as soon as there is one, in api_keys or made by `omniq keys create`.",
     )
     served_models: dict[str, str] = Field(
         default_factory=dict,

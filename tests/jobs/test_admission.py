@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import itertools
 import json
 import re
 import time
@@ -37,6 +38,7 @@ from omniq.submit import submit
 
 STAGES = ("ar", "dit", "decode")
 PIPELINE = "small"
+NOBODYS = Share()
 ADA, BOB = Share(tenant="ada"), Share(tenant="bob")
 
 
@@ -69,7 +71,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Any:
     return change
 
 
-async def new(store: JobStore, share: Share = Share(), **more: Any) -> JobRecord:
+async def new(store: JobStore, share: Share = NOBODYS, **more: Any) -> JobRecord:
     return await submit(store.of(share), pipeline=PIPELINE, inputs={"prompt": "x"}, **more)
 
 
@@ -342,7 +344,7 @@ async def test_a_flood_of_one_tenant_does_not_stand_before_another(
     assert collections.Counter(order) == {"ada": 60, "bob": 10}
     assert order.index("bob") <= 8 + 1, "only what was let go already is before him"
     of_bob = [i for i, tenant in enumerate(order) if tenant == "bob"]
-    assert all(b - a <= 2 for a, b in zip(of_bob, of_bob[1:], strict=False)), order
+    assert all(b - a <= 2 for a, b in itertools.pairwise(of_bob)), order
     assert not await store.redis.keys("omniq:pen:*"), "nothing is left"
 
 
@@ -410,8 +412,8 @@ async def test_a_lost_message_does_not_keep_the_others_back(store: JobStore, set
 def test_tenants_with_work_get_equal_shares(
     broker: Any, monkeypatch: pytest.MonkeyPatch, steps: list[Any]
 ) -> None:
-    """Whatever comes in whatever order: while two tenants have jobs held back, neither is let go two
-    more than the other; all are served in the end, each once.
+    """Whatever comes in whatever order: while two tenants have jobs held back, neither is let go
+    more than two more than the other; all are served in the end, each once.
     """
     monkeypatch.setenv("OMNIQ_FAIR_WINDOW", "4")
     get_settings.cache_clear()

@@ -27,7 +27,7 @@ from omniq_api.openai_compat.faults import (
 from omniq_api.openai_compat.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
 from omniq_api.openai_compat.stream import JobStream, chat_chunks, completion_chunks
 from omniq_api.services import Live, Services
-from omniq_api.waiting import ClientGone, unless_gone
+from omniq_api.waiting import ClientGone, give_up, unless_gone
 
 logger = logging.getLogger("omniq.api")
 router = APIRouter(prefix="/v1", tags=["openai"], route_class=OpenAIRoute)
@@ -145,7 +145,7 @@ async def _streamed(
     finally:
         if not begun:
             await chunks.aclose()
-            await running.cancel(services, jobs)
+            await give_up(services, jobs)
 
 
 async def _first(chunks: Chunks) -> dict[str, Any] | None:
@@ -179,7 +179,7 @@ class _ChunkResponse(Response):
             pass
         finally:
             if not done:
-                await running.cancel(self._services, self._jobs)
+                await give_up(self._services, self._jobs)
 
     async def _write(self, send: Send) -> bool:
         """Whether the jobs have ended well."""

@@ -1,6 +1,6 @@
 -- Shared as well: who is let in, and in which order (see omniq/jobs/admission.py).
 --
--- Sorted sets of the unfinished jobs of a pipeline and of a tenant, by when they were created; lists of when the last ones ended, newest first, begun anew by the first job after a
+-- Sorted sets of the unfinished jobs of a pipeline and of a tenant, by when they were created; lists of when the last ones ended, newest last, begun anew by the first job after a
 -- pause: from these the drain rate is measured.
 local ENDS = 512
 local MEASURED = 30  -- seconds, if there are so many
@@ -24,15 +24,15 @@ local function note_open(key, ends, before, id)
   redis.call('ZADD', key, now(), id)
   if before == 0 then
     redis.call('DEL', ends)
-    redis.call('LPUSH', ends, now())
+    redis.call('RPUSH', ends, now())
     redis.call('PEXPIRE', ends, RETENTION)
   end
 end
 
 local function note_end(key, ends, id)
   redis.call('ZREM', key, id)
-  redis.call('LPUSH', ends, now())
-  redis.call('LTRIM', ends, 0, ENDS)
+  redis.call('RPUSH', ends, now())
+  redis.call('LTRIM', ends, -ENDS, -1)
   redis.call('PEXPIRE', ends, RETENTION)
 end
 
@@ -41,10 +41,10 @@ local function pace(ends)
   local n, t = redis.call('LLEN', ends), tonumber(now())
   if n < 2 then return nil end
   local i = math.min(16, n) - 1
-  local span = t - tonumber(redis.call('LINDEX', ends, i))
+  local span = t - tonumber(redis.call('LINDEX', ends, -1 - i))
   while span < MEASURED and i < n - 1 do
     i = math.min(2 * i + 1, n - 1)
-    span = t - tonumber(redis.call('LINDEX', ends, i))
+    span = t - tonumber(redis.call('LINDEX', ends, -1 - i))
   end
   return math.max(span, 0.001) / i
 end
@@ -54,7 +54,7 @@ end
 local function wait_for_room(ends, places, size)
   local each, t = pace(ends), tonumber(now())
   if not each then
-    local began = redis.call('LINDEX', ends, -1)
+    local began = redis.call('LINDEX', ends, 0)
     return began and math.max(1, t - tonumber(began)) or 1
   end
   local turns = ends .. WINDOW .. 'turn'
