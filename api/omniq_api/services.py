@@ -18,6 +18,7 @@ from omniq.redis_client import Client, broker_errors, connect
 from omniq.tenants import TenantKey
 from omniq_api.keys import KEY, STORE, UNKNOWN
 from omniq_api.problems import ProblemError
+from omniq_api.webhooks import Deliverer
 
 PROBE_TIMEOUT = 1.0
 PROBE_TRUST = 0.25
@@ -95,13 +96,17 @@ class Services:
 
 @asynccontextmanager
 async def open_services(stopping: asyncio.Event) -> AsyncIterator[Services]:
-    """Services on the configured broker; nothing is sent before the first request."""
+    """Services on the configured broker, which need not answer yet."""
     services = Services(connect(), stopping)
-    ending = asyncio.create_task(services.end_waits())
+    tasks = [
+        asyncio.create_task(services.end_waits()),
+        asyncio.create_task(Deliverer(services.store).run()),
+    ]
     try:
         yield services
     finally:
-        ending.cancel()
+        for task in tasks:
+            task.cancel()
         await services.close()
 
 

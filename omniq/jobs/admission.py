@@ -58,8 +58,16 @@ class Share(BaseModel):
             **{name: limit for name, limit in limits.items() if limit is not None},
         }
 
+    def after(self, refused: Refused) -> Usage | None:
+        """What is left after a refusal, as far as that tells."""
+        if refused.limit == "daily_jobs":
+            return Usage(today=0)
+        if refused.limit == "rate" and self.rate is not None:
+            return Usage(at_once=0, full_after=refused.retry_after + (self.burst - 1) / self.rate)
+        return None
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """What is left of a share, as the last job that was let in, or refused, has found it."""
 
@@ -69,6 +77,16 @@ class Usage:
     """Jobs that may come at once."""
     full_after: float = 0.0
     """Seconds until a whole burst may come again."""
+
+    @classmethod
+    def read(cls, answer: Sequence[bytes]) -> Usage:
+        """From what ``create.lua`` says of a job that was let in."""
+        today, at_once, full_after = answer
+        return cls(
+            int(today) if today else None,
+            int(at_once) if at_once else None,
+            float(full_after or 0),
+        )
 
 
 @dataclass(frozen=True, slots=True)

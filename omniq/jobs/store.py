@@ -44,6 +44,7 @@ from omniq.jobs.model import (
 from omniq.jobs.record import read_record
 from omniq.jobs.scripts import JobScripts
 from omniq.jobs.watch import SILENCE, Watching, not_found
+from omniq.jobs.webhooks import Due, Webhook
 from omniq.publish import Post, event_channel
 from omniq.redis_client import Client, broker_errors, connect
 from omniq.settings import get_settings
@@ -152,12 +153,7 @@ class JobStore:
         """The job that ``create.lua`` answers with; raises as :meth:`create`."""
         match answer[0]:
             case b"created":
-                today, at_once, full_after = answer[1:]
-                self.usage = Usage(
-                    int(today) if today else None,
-                    int(at_once) if at_once else None,
-                    float(full_after or 0),
-                )
+                self.usage = Usage.read(answer[1:])
             case b"same":
                 return (await self.get(answer[1].decode())).model_copy(update={"replayed": True})
             case b"conflict":
@@ -166,7 +162,9 @@ class JobStore:
                     hint="use a new key for every new request",
                 )
             case b"refused":
-                raise refusal(answer)
+                refused = refusal(answer)
+                self.usage = self.share.after(refused)
+                raise refused
             case _:
                 raise InvalidRequest(f"job {spec.id} exists already")
         return JobRecord(
@@ -504,6 +502,20 @@ class JobStore:
         if data is None:
             raise ArtifactNotFound(f"artifact {name!r} of job {job_id} is no longer kept")
         return data, info
+
+    # -- telling of ends ----------------------------------------------------------------------
+
+    async def claim_hooks(self, most: int, lease: float) -> list[Due]:
+        """Messages of :mod:`omniq.jobs.webhooks` that are due; nobody else's for ``lease`` s."""
+        found = await self._run("claim_hooks", "-", [most, repr(lease)])
+        return [
+            Due(job.decode(), Webhook.model_validate_json(hook), int(tries))
+            for job, hook, tries in zip(found[::3], found[1::3], found[2::3], strict=True)
+        ]
+
+    async def settle_hook(self, job_id: str, again: float | None) -> None:
+        """A message needs no other try, or one in ``again`` seconds."""
+        await self._run("settle_hook", "-", [job_id, "" if again is None else repr(again)])
 
     # -- watching ----------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import binascii
 import hashlib
 import hmac
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -48,6 +49,16 @@ class Webhook(BaseModel):
         if value is not None and len(secret_bytes(value)) not in SECRET_BYTES:
             raise ValueError("must be 'whsec_' and 24 to 64 bytes in base64")
         return value
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A message to be sent now."""
+
+    job: str
+    hook: Webhook
+    tries: int
+    """With this one."""
 
 
 def secret_bytes(secret: str) -> bytes:
