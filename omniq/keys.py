@@ -49,6 +49,11 @@ def job_blobs(job_id: str) -> str:
     return f"{_ns()}:job:{{{job_id}}}:blobs"
 
 
+def job_files(job_id: str) -> str:
+    """Set: keys of the result files that runs of the job have stored, in use or not."""
+    return f"{_ns()}:job:{{{job_id}}}:files"
+
+
 def job_streams(job_id: str) -> str:
     """Set: keys of the job's chunk streams and of their readers' positions."""
     return f"{_ns()}:job:{{{job_id}}}:streams"

@@ -474,8 +474,14 @@ class JobStore:
             )
         key = keys.artifact(job_id, name, fence)
         ttl = settings.job_ttl + settings.retention
+        files = keys.job_files(job_id)
         with broker_errors():
-            await self.redis.set(key, data, px=int(ttl * 1000))
+            # Noted first: what is stored is freed with the job, whether or not its run is the one.
+            async with self.redis.pipeline(transaction=False) as pipe:
+                pipe.sadd(files, key)
+                pipe.pexpire(files, int(ttl * 1000))
+                pipe.set(key, data, px=int(ttl * 1000))
+                await pipe.execute()
         return key
 
     async def get_artifact(self, job_id: str, name: str) -> tuple[bytes, ArtifactInfo]:

@@ -167,12 +167,22 @@ local function finalise(state, err)
   end
   event('job.' .. state, nil, data)
   free_blobs()
-  local waiters = {}
+  local waiters, kept = {}, {}
   for _, field in ipairs(redis.call('HKEYS', JOB)) do
     local kind = string.sub(field, 1, 2)
-    if kind == 'a:' then redis.call('PEXPIRE', cjson.decode(get(field)).key, RETENTION) end
+    if kind == 'a:' then
+      local key = cjson.decode(get(field)).key
+      kept[key] = true
+      redis.call('PEXPIRE', key, RETENTION)
+    end
     if kind == 'w:' then waiters[#waiters + 1] = field end
   end
+  -- Files of runs that were taken over, and never named.
+  local files = redis.call('SMEMBERS', JOB .. ':files')
+  for _, key in ipairs(files) do
+    if not kept[key] then redis.call('UNLINK', key) end
+  end
+  if #files > 0 then redis.call('UNLINK', JOB .. ':files') end
   if #waiters > 0 then
     redis.call('HDEL', JOB, unpack(waiters))
     local record = redis.call('HGETALL', JOB)
