@@ -84,6 +84,11 @@ def jobs_gone(tenant: str = "") -> str:
     return f"{_ns()}:gone:{tenant}" if tenant else f"{_ns()}:gone"
 
 
+def open_jobs(pipeline: str) -> str:
+    """Sorted set: ids of a pipeline's jobs that have not ended, by creation time."""
+    return f"{_ns()}:open:{pipeline}"
+
+
 def api_keys() -> str:
     """Hash: tenants' API keys, hashed, by their ids."""
     return f"{_ns()}:api_keys"

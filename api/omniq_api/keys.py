@@ -61,6 +61,13 @@ class _Known:
                 self._keys.popitem(last=False)
         return entry if entry is not None and tenants.is_secret_of(entry, digest) else None
 
+    def fresh(self, text: bytes) -> bool:
+        """Whether the broker need not be asked about a key, or about whether there are any."""
+        if not text:
+            return time.monotonic() <= self._any[0]
+        parts = tenants.split(text.decode("latin-1"))
+        return parts is None or time.monotonic() <= self._keys.get(parts[0], (0.0, None))[0]
+
     async def any(self, found: TenantKeys) -> bool:
         """Whether there are keys of tenants."""
         until, there = self._any
@@ -106,8 +113,11 @@ class ApiKeyMiddleware:
         digest = hashlib.sha256(key).digest()
         if sum(hmac.compare_digest(digest, known) for known in self._digests) > 0:
             return None
-        found = TenantKeys(scope["app"].state.services.redis)
+        services = scope["app"].state.services
+        found = TenantKeys(services.redis)
         try:
+            if not self._known.fresh(key):
+                await services.probe.check()
             if key.startswith(tenants.PREFIX.encode()):
                 entry = await self._known.key(found, key.decode("latin-1"))
                 if entry is not None:

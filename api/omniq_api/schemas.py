@@ -213,6 +213,7 @@ class PipelineReadinessView(BaseModel):
     """Whether one pipeline can serve."""
 
     ready: bool
+    open_jobs: int = Field(0, description="Unfinished jobs, also those held back.")
     stages: dict[str, StageReadinessView]
 
 

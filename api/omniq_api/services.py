@@ -123,10 +123,10 @@ async def live_services(request: Request) -> Services:
         BrokerUnavailable: it does not.
     """
     services = any_services(request)
-    await services.probe.check()
     scope, idempotency_key = request.scope, request.headers.get("idempotency-key")
     if scope.get(UNKNOWN):
         raise BrokerUnavailable("whether keys are asked for could not be found out")
+    await services.probe.check()
     key: TenantKey | None = scope.get(KEY)
     if key is None and idempotency_key is None:
         return services
