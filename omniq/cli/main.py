@@ -21,6 +21,7 @@ COMMANDS = {
     "keys": ("omniq.cli.keys", "Make, list and revoke tenants' API keys."),
     "inspect": ("omniq.cli.inspect", "Workers, queues and blob stores of the running system."),
     "pipelines": ("omniq.cli.pipelines", "List the available pipelines."),
+    "models": ("omniq.cli.models", "List the model families that `omniq serve` knows."),
     "validate": ("omniq.cli.pipelines", "Check pipeline files."),
     "engines": ("omniq.cli.pipelines", "List engines, and which are installed."),
     "config": ("omniq.cli.config", "Every OMNIQ_* setting: value, default, meaning."),
