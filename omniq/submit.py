@@ -123,7 +123,7 @@ async def _drop_unless_created(store: JobStore, spec: JobSpec, nbytes: int) -> N
     try:
         await store.get(spec.id)
     except JobNotFound:
-        await store.drop_inputs(spec.id, nbytes, spec.files.values())
+        await store.inputs.drop(spec.id, nbytes, spec.files.values())
     except BrokerUnavailable:
         return  # they are dropped when an unfinished job is
 
@@ -151,14 +151,14 @@ async def _with_files(
     nbytes = sum(len(file.data) for file in found.values())
     if not found:
         return spec, 0
-    await store.reserve_inputs(spec.id, config.name, nbytes)
+    await store.inputs.reserve(spec.id, config.name, nbytes)
     files: dict[str, BlobRef] = {}
     try:
         for name, file in found.items():
-            files[name] = await store.put_input(spec.id, name, file.data)
+            files[name] = await store.inputs.put(spec.id, name, file.data)
             inputs[name] = file.shown
     except BaseException:
-        await store.drop_inputs(spec.id, nbytes, files.values())
+        await store.inputs.drop(spec.id, nbytes, files.values())
         raise
     return spec.model_copy(update={"inputs": inputs, "files": files}), nbytes
 

@@ -13,7 +13,7 @@ import httpx
 from omniq.errors import BrokerUnavailable, InvalidRequest, JobNotFound
 from omniq.jobs.model import JobRecord
 from omniq.jobs.store import JobStore
-from omniq.jobs.webhooks import PAUSES, Due, Webhook, message, signed
+from omniq.jobs.webhooks import PAUSES, Due, Schedule, Webhook, message, signed
 from omniq.net_guard import check_url
 from omniq.settings import get_settings
 from omniq_api.schemas import job_view
@@ -31,7 +31,7 @@ class Deliverer:
     """Delivers what is due; any number of processes may, each message is one's at a time."""
 
     def __init__(self, store: JobStore) -> None:
-        self._store = store
+        self._store, self._schedule = store, Schedule(store.redis)
         self._flights: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -54,7 +54,7 @@ class Deliverer:
     async def _look(self) -> None:
         while room := AT_ONCE - len(self._flights):
             lease = get_settings().webhook_timeout + LEASE
-            due = await self._store.claim_hooks(room, lease)
+            due = await self._schedule.claim(room, lease)
             for each in due:
                 flight = asyncio.create_task(self._serve(each))
                 self._flights.add(flight)
@@ -72,7 +72,7 @@ class Deliverer:
                 logger.info("webhook of job %s: %s; again in %.0f s", due.job, fault, again)
             elif fault is not None:
                 logger.warning("webhook of job %s: %s; given up", due.job, fault)
-            await self._store.settle_hook(due.job, again)
+            await self._schedule.settle(due.job, again)
         except BrokerUnavailable as exc:
             logger.warning("webhook of job %s is sent again after its lease: %s", due.job, exc)
 

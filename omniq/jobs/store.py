@@ -7,28 +7,25 @@ task was delivered again elsewhere cannot double or overwrite anything.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import math
 import time
 from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from omniq import keys
-from omniq.config.pipeline import REQUEST
 from omniq.errors import (
     ArtifactNotFound,
-    BlobError,
-    BrokerUnavailable,
     IdempotencyConflict,
     InvalidRequest,
     JobGone,
     JobNotFound,
 )
 from omniq.jobs.admission import NOBODY, Admission, Again, Share, Usage, refusal
+from omniq.jobs.input_files import InputFiles
 from omniq.jobs.model import (
     ArtifactInfo,
     Finished,
@@ -44,13 +41,12 @@ from omniq.jobs.model import (
 from omniq.jobs.record import read_record
 from omniq.jobs.scripts import JobScripts
 from omniq.jobs.watch import SILENCE, Watching, not_found
-from omniq.jobs.webhooks import Due, Webhook
 from omniq.publish import Post, event_channel
 from omniq.redis_client import Client, broker_errors, connect
 from omniq.settings import get_settings
 
 if TYPE_CHECKING:
-    from omniq.blobs import BlobRef, RedisStore
+    pass
 
 PAGE = 200
 
@@ -74,7 +70,8 @@ class JobStore:
         self.redis = redis
         self._watching = Watching(redis, self._end)
         self._run = JobScripts(redis).run
-        self._files: list[RedisStore] = []
+        #: Files for jobs that are yet to be created.
+        self.inputs = InputFiles(self._run)
 
     @classmethod
     def from_settings(cls) -> JobStore:
@@ -90,8 +87,7 @@ class JobStore:
     async def close(self) -> None:
         """Close the connections."""
         self._watching.close()
-        for files in self._files:
-            files.close()
+        self.inputs.close()
         await self.redis.aclose()
 
     # -- accepting and reading ---------------------------------------------------------------
@@ -422,45 +418,6 @@ class JobStore:
 
     # -- results -----------------------------------------------------------------------------
 
-    async def reserve_inputs(self, job_id: str, pipeline: str, nbytes: int) -> None:
-        """Have room for input files of so many bytes, before they are written.
-
-        Raises:
-            Overloaded: there is none.
-        """
-        settings = get_settings()
-        watermark = 0 if settings.blob_redis_url else settings.broker_watermark
-        arguments = [job_id, nbytes, settings.max_waiting_input_bytes, pipeline, watermark]
-        if answer := await self._run("reserve_input", job_id, arguments):
-            raise refusal(answer)
-
-    async def put_input(self, job_id: str, name: str, data: bytes) -> BlobRef:
-        """Store an input that is a file, in the layout of blobs, for :meth:`create`.
-
-        It is dropped when an unfinished job is, should it never be created.
-
-        Raises:
-            StoreFull, BlobTooLarge: there is no room for it.
-        """
-        if not self._files:
-            from omniq.blobs import RedisStore  # noqa: PLC0415 - few jobs have files
-
-            self._files.append(RedisStore.from_settings(ttl=get_settings().job_ttl))
-        blob_id = f"{job_id}.{REQUEST}.0.{name}"
-        return await asyncio.to_thread(self._files[0].put_bytes, blob_id, memoryview(data))
-
-    async def drop_inputs(self, job_id: str, nbytes: int, refs: Iterable[BlobRef]) -> None:
-        """Free what :meth:`reserve_inputs` and :meth:`put_input` have kept for a job that will not
-        be created.
-
-        What the broker refuses to free now it drops later.
-        """
-        for ref in refs:
-            with suppress(BlobError, BrokerUnavailable):
-                await asyncio.to_thread(self._files[0].delete, ref)
-        with suppress(BrokerUnavailable):
-            await self._run("drop_input", job_id, [job_id, nbytes])
-
     async def put_artifact(self, job_id: str, name: str, fence: int, data: bytes) -> str:
         """Store one result file for the time of retention; returns its key.
 
@@ -508,20 +465,6 @@ class JobStore:
         if data is None:
             raise ArtifactNotFound(f"artifact {name!r} of job {job_id} is no longer kept")
         return data, info
-
-    # -- telling of ends ----------------------------------------------------------------------
-
-    async def claim_hooks(self, most: int, lease: float) -> list[Due]:
-        """Messages of :mod:`omniq.jobs.webhooks` that are due; nobody else's for ``lease`` s."""
-        found = await self._run("claim_hooks", "-", [most, repr(lease)])
-        return [
-            Due(job.decode(), Webhook.model_validate_json(hook), int(tries))
-            for job, hook, tries in zip(found[::3], found[1::3], found[2::3], strict=True)
-        ]
-
-    async def settle_hook(self, job_id: str, again: float | None) -> None:
-        """A message needs no other try, or one in ``again`` seconds."""
-        await self._run("settle_hook", "-", [job_id, "" if again is None else repr(again)])
 
     # -- watching ----------------------------------------------------------------------------
 

@@ -24,7 +24,9 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from omniq.jobs.scripts import JobScripts
 from omniq.net_guard import check_url
+from omniq.redis_client import Client
 from omniq.settings import get_settings
 
 SECRET_PREFIX = "whsec_"
@@ -59,6 +61,25 @@ class Due:
     hook: Webhook
     tries: int
     """With this one."""
+
+
+class Schedule:
+    """Which messages are due; raises BrokerUnavailable when Redis cannot be used."""
+
+    def __init__(self, redis: Client) -> None:
+        self._run = JobScripts(redis).run
+
+    async def claim(self, most: int, lease: float) -> list[Due]:
+        """Messages that are due; nobody else's for ``lease`` seconds."""
+        found = await self._run("claim_hooks", "-", [most, repr(lease)])
+        return [
+            Due(job.decode(), Webhook.model_validate_json(hook), int(tries))
+            for job, hook, tries in zip(found[::3], found[1::3], found[2::3], strict=True)
+        ]
+
+    async def settle(self, job_id: str, again: float | None) -> None:
+        """A message needs no other try, or one in ``again`` seconds."""
+        await self._run("settle_hook", "-", [job_id, "" if again is None else repr(again)])
 
 
 def secret_bytes(secret: str) -> bytes:

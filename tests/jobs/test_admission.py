@@ -247,15 +247,15 @@ async def test_a_host_whose_shared_memory_is_near_full_stops_its_pipeline(
 
 async def test_input_files_wait_within_a_bound(store: JobStore, setting: Any) -> None:
     setting("max_waiting_input_bytes", 1000)
-    await store.reserve_inputs("a" * 28, PIPELINE, 600)
+    await store.inputs.reserve("a" * 28, PIPELINE, 600)
     with pytest.raises(Overloaded) as refused:
-        await store.reserve_inputs("b" * 28, PIPELINE, 600)
+        await store.inputs.reserve("b" * 28, PIPELINE, 600)
     assert (refused.value.limit, refused.value.value, refused.value.size) == (
         "input_bytes", 1000, 600,
     )  # fmt: skip
-    await store.drop_inputs("a" * 28, 600, [])
-    await store.reserve_inputs("b" * 28, PIPELINE, 600)
-    await store.drop_inputs("a" * 28, 600, [])
+    await store.inputs.drop("a" * 28, 600, [])
+    await store.inputs.reserve("b" * 28, PIPELINE, 600)
+    await store.inputs.drop("a" * 28, 600, [])
     assert int(await store.redis.get("omniq:inputs:bytes")) == 600, "given up once"
 
 
@@ -280,13 +280,12 @@ async def test_a_tenant_has_so_many_jobs_a_day(store: JobStore) -> None:
         job = await submit(mine, pipeline=PIPELINE, inputs={"prompt": "x"})
         assert mine.usage is not None and mine.usage.today == left
         await finish(store, job)
+    before = time.time()
     with pytest.raises(ShareUsed) as refused:
         await submit(mine, pipeline=PIPELINE, inputs={"prompt": "x"})
     assert refused.value.limit == "daily_jobs"
-    assert 0 < refused.value.retry_after <= 86_400
-    assert (time.time() + refused.value.retry_after) % 86_400 == pytest.approx(0, abs=2) or (
-        time.time() + refused.value.retry_after
-    ) % 86_400 == pytest.approx(86_400, abs=2)
+    midnight = (before // 86_400 + 1) * 86_400
+    assert midnight - time.time() <= refused.value.retry_after + 0.001 <= midnight - before + 0.002
 
 
 async def test_a_tenant_has_so_many_jobs_a_second(store: JobStore) -> None:
@@ -544,13 +543,17 @@ async def test_memory_returns_to_where_it_was(store: JobStore, setting: Any) -> 
         while (await store.list())[0]:
             await asyncio.sleep(0.05)
 
+    async def used() -> int:
+        info = await store.redis.info("memory")
+        return int(info["used_memory"]) - int(info["mem_not_counted_for_evict"])
+
     await round_of_jobs()  # scripts are loaded, tables grown
-    before = (await store.redis.info("memory"))["used_memory"]
+    before = await used()
     for _ in range(3):
-        await round_of_jobs()
+        await round_of_jobs()  # 6 MB together
     deadline = time.monotonic() + 10
-    while (await store.redis.info("memory"))["used_memory"] > before + 200_000:
-        assert time.monotonic() < deadline
+    while (now := await used()) > before + 300_000:
+        assert time.monotonic() < deadline, (before, now)
         await asyncio.sleep(0.1)
     left = {k.decode().partition(":")[2] for k in await store.redis.keys("omniq:*")}
     assert left <= {"ends:small", "memory"}, left

@@ -76,7 +76,8 @@ local MEMORY_WAIT = 15
 local function memory()
   local known = redis.call('GET', PREFIX .. 'memory')
   if not known then
-    local info = redis.call('INFO', 'memory')
+    local info = redis.pcall('INFO', 'memory')
+    if type(info) == 'table' then info = info.err and '' or info.data or '' end  -- access rules; RESP3
     local function number(name) return string.match(info, '\n' .. name .. ':(%d+)') or '0' end
     known = number('used_memory') - number('mem_not_counted_for_evict') .. '/' .. number('maxmemory')
     redis.call('SET', PREFIX .. 'memory', known, 'PX', LOOKED)
