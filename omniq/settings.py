@@ -131,7 +131,7 @@ class Settings(BaseSettings):
         "'*.name', and addresses or networks, which alone may be private.",
     )
     webhook_schemes: list[Literal["https", "http"]] = Field(
-        default_factory=lambda: ["https"], description="URL schemes of webhooks (JSON list)."
+        ["https"], description="URL schemes of webhooks (JSON list)."
     )
     webhook_timeout: float = Field(
         10.0, gt=0, description="Seconds a webhook's receiver may take to answer."

@@ -13,6 +13,7 @@ from fastapi import Depends, Request
 
 from omniq.errors import BrokerUnavailable
 from omniq.jobs.store import JobStore
+from omniq.jobs.webhooks import Webhook
 from omniq.jobs.workers import WorkerRegistry
 from omniq.redis_client import Client, broker_errors, connect
 from omniq.tenants import TenantKey
@@ -83,6 +84,11 @@ class Services:
         if key is not None:
             services.store = self.store.of(key.share)
         return services
+
+    @property
+    def webhook(self) -> Webhook | None:
+        """Told of the end of jobs that name none themselves."""
+        return None if self.key is None else self.key.webhook
 
     async def end_waits(self) -> None:
         """When the server stops, end every event stream and long poll."""

@@ -37,7 +37,7 @@ async def submitted(
                     stream=stream,
                     awaited=not stream,
                     idempotency_key=key if key is None or not number else f"{key}#{number}",
-                    webhook=services.key and services.key.webhook,
+                    webhook=services.webhook,
                 )
             )
     except BaseException as exc:  # whatever it was: nobody gets to know of these jobs

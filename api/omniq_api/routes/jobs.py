@@ -104,7 +104,6 @@ async def submit_request(
     services: Services, body: JobRequest, *, awaited: bool = False
 ) -> JobRecord:
     """Record and publish the job that ``body`` asks for; ``awaited``: its end is waited for."""
-    webhook = body.webhook or (services.key and services.key.webhook)
     return await submit(
         services.store,
         pipeline=body.pipeline,
@@ -115,7 +114,7 @@ async def submit_request(
         metadata=body.metadata,
         awaited=awaited,
         idempotency_key=services.idempotency_key,
-        webhook=webhook,
+        webhook=body.webhook or services.webhook,
     )
 
 
