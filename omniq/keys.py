@@ -94,6 +94,11 @@ def api_keys() -> str:
     return f"{_ns()}:api_keys"
 
 
+def api_closed() -> str:
+    """String: there has been a tenant's key."""
+    return f"{_ns()}:api_closed"
+
+
 def pool_full(pipeline: str) -> str:
     """String with TTL: how full the shared memory of a host is that serves the pipeline."""
     return f"{_ns()}:full:{pipeline}"

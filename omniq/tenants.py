@@ -54,7 +54,10 @@ class TenantKeys:
             created=time.time(),
         )
         with broker_errors():
-            await self.redis.hset(keys.api_keys(), entry.id, entry.model_dump_json())
+            async with self.redis.pipeline(transaction=True) as pipe:
+                pipe.hset(keys.api_keys(), entry.id, entry.model_dump_json())
+                pipe.set(keys.api_closed(), 1)
+                await pipe.execute()
         return f"{PREFIX}{entry.id}_{secret}", entry
 
     async def all(self) -> list[TenantKey]:
@@ -63,10 +66,10 @@ class TenantKeys:
             found = await self.redis.hvals(keys.api_keys())
         return sorted(map(TenantKey.model_validate_json, found), key=lambda k: k.created)
 
-    async def any(self) -> bool:
-        """Whether there is one."""
+    async def closed(self) -> bool:
+        """Whether there is one, or has been: to revoke the last one must not open the system."""
         with broker_errors():
-            return bool(await self.redis.exists(keys.api_keys()))
+            return bool(await self.redis.exists(keys.api_closed()))
 
     async def revoke(self, key_id: str) -> bool:
         """Forget a key; False: there is none of that id."""

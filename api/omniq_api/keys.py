@@ -44,7 +44,7 @@ class _Known:
 
     def __init__(self) -> None:
         self._keys: OrderedDict[str, tuple[float, TenantKey | None]] = OrderedDict()
-        self._any: tuple[float, bool] = (float("-inf"), False)
+        self._closed: tuple[float, bool] = (float("-inf"), False)
 
     async def key(self, found: TenantKeys, text: str) -> TenantKey | None:
         """The valid key that a client has sent; None: it is none."""
@@ -62,19 +62,19 @@ class _Known:
         return entry if entry is not None and tenants.is_secret_of(entry, digest) else None
 
     def fresh(self, text: bytes) -> bool:
-        """Whether the broker need not be asked about a key, or about whether there are any."""
+        """Whether the broker need not be asked about a key, or about whether one is asked for."""
         if not text:
-            return time.monotonic() <= self._any[0]
+            return time.monotonic() <= self._closed[0]
         parts = tenants.split(text.decode("latin-1"))
         return parts is None or time.monotonic() <= self._keys.get(parts[0], (0.0, None))[0]
 
-    async def any(self, found: TenantKeys) -> bool:
-        """Whether there are keys of tenants."""
-        until, there = self._any
+    async def closed(self, found: TenantKeys) -> bool:
+        """Whether tenants' keys are asked for."""
+        until, closed = self._closed
         if time.monotonic() > until:
-            there = await found.any()
-            self._any = (time.monotonic() + TRUST, there)
-        return there
+            closed = await found.closed()
+            self._closed = (time.monotonic() + TRUST, closed)
+        return closed
 
 
 class ApiKeyMiddleware:
@@ -123,7 +123,7 @@ class ApiKeyMiddleware:
                 if entry is not None:
                     scope[KEY] = entry
                     return None
-            if not self._required and not await self._known.any(found):
+            if not self._required and not await self._known.closed(found):
                 return None
         except BrokerUnavailable as exc:
             if self._required or key:

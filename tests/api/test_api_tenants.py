@@ -146,11 +146,14 @@ async def test_the_first_tenants_key_closes_an_open_system(
     client: httpx.AsyncClient, store: JobStore
 ) -> None:
     assert (await client.get("/v1/jobs")).status_code == 200
-    await key_of(store, "ada")
+    key = await key_of(store, "ada")
     until = time.monotonic() + 5
     while (await client.get("/v1/jobs")).status_code != 401:
         assert time.monotonic() < until
         await asyncio.sleep(0.05)
+    assert await TenantKeys(store.redis).revoke(key.split("_")[1])
+    await asyncio.sleep(1.2)  # what the process has known so long is no longer good
+    assert (await client.get("/v1/jobs")).status_code == 401, "to revoke the last opens nothing"
     assert (await client.get("/health")).status_code == 200
 
 
