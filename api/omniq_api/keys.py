@@ -61,6 +61,11 @@ class _Known:
                 self._keys.popitem(last=False)
         return entry if entry is not None and tenants.is_secret_of(entry, digest) else None
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether tenants' keys were asked for at the last look."""
+        return self._closed[1]
+
     def fresh(self, text: bytes) -> bool:
         """Whether the broker need not be asked about a key, or about whether one is asked for."""
         if not text:
@@ -93,7 +98,7 @@ class ApiKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or refuse."""
-        if scope["type"] != "http" or not self._is_protected(scope):
+        if scope["type"] != "http" or not self._is_protected(scope) or self._is_open(scope):
             await self.app(scope, receive, send)
             return
         refusal = await self._refusal(scope)
@@ -132,6 +137,12 @@ class ApiKeyMiddleware:
             scope[UNKNOWN] = True
             return None
         return _unauthorized(scope)
+
+    def _is_open(self, scope: Scope) -> bool:
+        """Whether it is known already that no key is asked for, and none was sent."""
+        if self._required or self._known.is_closed or not self._known.fresh(b""):
+            return False
+        return not any(name == b"authorization" for name, _ in scope["headers"])
 
     def _is_protected(self, scope: Scope) -> bool:
         path = str(scope["path"]).removeprefix(str(scope.get("root_path", "")))

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -25,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from omniq import keys
 from omniq.celery import celery_priority
 from omniq.errors import ConfigError, Overloaded, Refused, ShareUsed
-from omniq.settings import get_settings
+from omniq.settings import Settings, get_settings
 
 if TYPE_CHECKING:
     from omniq.config import PipelineConfig
@@ -48,7 +49,7 @@ class Share(BaseModel):
     daily: int | None = Field(None, ge=1, description="Jobs a day (UTC).")
     max_priority: int = Field(9, ge=0, le=9, description="Highest priority of a job.")
 
-    @property
+    @cached_property
     def ask(self) -> dict[str, Any]:
         """As ``create.lua`` reads it."""
         limits = {"max_jobs": self.max_jobs, "daily": self.daily, "rate": self.rate}
@@ -112,12 +113,19 @@ class Admission:
     """Messages that may wait in each."""
     window: int
     """Messages in any of them that keep its workers busy."""
-    _made: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, config: PipelineConfig) -> Admission:
         """Of a pipeline, by its file and the settings."""
         settings = get_settings()
+        known = _KNOWN.get(config.name)
+        # Jobs come by the thousand a second, files and settings stay as they are.
+        if known is None or known[0] is not config or known[1] is not settings:
+            known = _KNOWN[config.name] = (config, settings, cls._read(config, settings))
+        return known[2]
+
+    @classmethod
+    def _read(cls, config: PipelineConfig, settings: Settings) -> Admission:
         return cls(
             pipeline=config.name,
             most=config.max_jobs or settings.max_jobs,
@@ -140,17 +148,7 @@ class Admission:
     ) -> bytes:
         """The argument of ``create.lua``."""
         settings = get_settings()
-        asked: dict[str, Any] = {
-            "pipeline": self.pipeline,
-            "most": self.most,
-            "queues": self.queues,
-            "limits": self.limits,
-            "window": self.window,
-            "level": celery_priority(spec.priority),
-            "watermark": settings.broker_watermark,
-            "tombstones": int(settings.tombstones * 1000),
-            **share.ask,
-        }
+        asked: dict[str, Any] = {"level": celery_priority(spec.priority), **share.ask}
         if spec.files:
             asked["inbytes"] = input_bytes(spec)
         if again is not None:
@@ -159,7 +157,27 @@ class Admission:
             asked["idempotency_ttl"] = int(settings.idempotency_ttl * 1000)
         if hook is not None:
             asked["hook"] = hook
-        return orjson.dumps(asked)
+        return self._lasting[:-1] + b"," + orjson.dumps(asked)[1:]
+
+    @cached_property
+    def _lasting(self) -> bytes:
+        """What is the same for all jobs."""
+        settings = get_settings()
+        return orjson.dumps(
+            {
+                "pipeline": self.pipeline,
+                "most": self.most,
+                "queues": self.queues,
+                "limits": self.limits,
+                "window": self.window,
+                "watermark": settings.broker_watermark,
+                "tombstones": int(settings.tombstones * 1000),
+            }
+        )
+
+
+#: What was found last of each pipeline, by its name.
+_KNOWN: dict[str, tuple[PipelineConfig, Settings, Admission]] = {}
 
 
 def input_bytes(spec: JobSpec) -> int:

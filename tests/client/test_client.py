@@ -19,6 +19,7 @@ from omniq.errors import (
     JobNotFound,
     Overloaded,
 )
+from omniq.jobs import admission
 from omniq.jobs.model import JobState
 from omniq.runtime.local import LocalSystem
 from omniq.settings import get_settings
@@ -184,6 +185,7 @@ def test_a_fork_of_the_process_gets_an_error_not_a_hang(llm: OmniLLM) -> None:
 def test_a_batch_waits_where_there_is_no_room_for_all_of_it(
     llm: OmniLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(admission, "_KNOWN", {})
     monkeypatch.setattr(get_settings(), "max_jobs", 3)
     outputs = llm.generate([f"number {i}" for i in range(10)])
     assert [o.text for o in outputs] == [f"NUMBER {i}" for i in range(10)]
@@ -192,6 +194,7 @@ def test_a_batch_waits_where_there_is_no_room_for_all_of_it(
 async def test_a_single_request_is_told_that_there_is_no_room(
     allm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(admission, "_KNOWN", {})
     monkeypatch.setattr(get_settings(), "max_jobs", 1)
     job = await allm.submit("one two three four five six seven eight nine ten")
     with pytest.raises(Overloaded) as refused:
