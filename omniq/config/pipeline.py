@@ -142,6 +142,9 @@ class PipelineConfig(ConfigModel):
     stages: list[OmniStageConfig] = Field(min_length=1)
     edges: list[EdgeConfig] = Field(min_length=1)
     outputs: dict[str, OutputConfig] = Field(min_length=1)
+    max_jobs: int | None = Field(
+        None, ge=1, description="Most unfinished jobs; default OMNIQ_MAX_JOBS."
+    )
 
     @model_validator(mode="after")
     def _graph(self) -> PipelineConfig:

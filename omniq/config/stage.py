@@ -185,6 +185,12 @@ class OmniStageConfig(ConfigModel):
         "Empty: one GPU if there is one, else the CPU.",
     )
     max_in_flight: int = Field(1, ge=1, le=4096, description="Admission window of the engine.")
+    max_waiting: int | None = Field(
+        None,
+        ge=1,
+        description="Messages in its queue at which no more jobs are accepted; default "
+        "OMNIQ_MAX_WAITING.",
+    )
     time_limit: float | None = Field(None, gt=0, description="Seconds one run may take.")
     more_parameters: list[str] = Field(
         default_factory=list,
