@@ -94,6 +94,14 @@ class Settings(BaseSettings):
         None, description="user:password for Flower's basic auth; unset: a new one each start."
     )
 
+    remote_media: list[str] = Field(
+        default_factory=list,
+        description="Hosts from which files of a request may be fetched (JSON list): a name, "
+        "*.name, an address or a network; '*' is any public one. Empty: none.",
+    )
+    remote_timeout: float = Field(
+        20.0, gt=0, description="Longest time that fetching one such file may take, in seconds."
+    )
     max_media_seconds: float = Field(
         600.0, gt=0, description="Longest sound or video among a request's inputs."
     )

@@ -58,7 +58,7 @@ async def submit(
         metadata=metadata or {},
         stream=stream,
     )
-    if config.files:
+    if config.files or get_settings().remote_media:
         spec = await _with_files(store, config, spec)
     upstream = {s: config.upstream(s) for s in spec.stages}
     return await store.create(spec, upstream, chain.first_posts(spec, config), awaited=awaited)
