@@ -86,13 +86,10 @@ class Schemas:
         for several in ("anyOf", "oneOf", "allOf"):
             if several in schema:
                 return self.of(rng.choice(schema[several]), depth + 1)
-        if "const" in schema:
-            return schema["const"]
-        if "enum" in schema:
-            return rng.choice(schema["enum"])
-        if schema.get("examples") and rng.random() < 0.4:
-            return rng.choice(schema["examples"])
-        return self._plain(schema, depth)
+        fixed = [schema["const"]] if "const" in schema else schema.get("enum")
+        if not fixed and rng.random() < 0.4:
+            fixed = schema.get("examples")
+        return rng.choice(fixed) if fixed else self._plain(schema, depth)
 
     def _plain(self, schema: dict[str, Any], depth: int) -> Any:
         rng, kind = self.rng, schema.get("type")
@@ -139,7 +136,7 @@ class Schemas:
             name = each["name"]
             if each["in"] == "path":
                 url = url.replace(
-                    "{%s}" % name, quote(_encodable(given), safe="/" * rng.randrange(2))
+                    "{" + name + "}", quote(_encodable(given), safe="/" * rng.randrange(2))
                 )
             elif rng.random() < 0.6 and each["in"] == "query":
                 query.append(f"{name}={quote(_encodable(given))}")
