@@ -8,7 +8,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from omniq.config import EngineType, Limit, Modality, OmniStageConfig, PipelineConfig
-from omniq.config.params import PARAMS
 
 
 class InputView(BaseModel):
@@ -164,7 +163,7 @@ def pipeline_view(pipeline: PipelineConfig, max_text: int) -> PipelineView:
 def _parameters(stages: list[OmniStageConfig]) -> dict[str, ParameterView]:
     found: dict[str, ParameterView] = {}
     for stage in stages:
-        for name, schema in PARAMS[stage.engine_type].model_json_schema()["properties"].items():
+        for name, schema in stage.parameter_model.model_json_schema()["properties"].items():
             own = _parameter(stage, name, schema)
             found[name] = _both(found[name], own) if name in found else own
     return found

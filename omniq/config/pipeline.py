@@ -13,7 +13,6 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from omniq.config.params import PARAMS
 from omniq.config.stage import ConfigModel, Modality, OmniStageConfig
 
 PORT = r"^[a-z][a-z0-9_]{0,31}\.[a-z][a-z0-9_]{0,63}$"
@@ -255,7 +254,7 @@ class PipelineConfig(ConfigModel):
         """The stages that take each request parameter, by its name."""
         found: dict[str, list[OmniStageConfig]] = {}
         for stage in self.stages:
-            for name in PARAMS[stage.engine_type].model_fields:
+            for name in stage.parameter_model.model_fields:
                 found.setdefault(name, []).append(stage)
         return found
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from omniq.config.params import PARAMS
 from omniq.config.pipeline import InputConfig, PipelineConfig
 from omniq.config.stage import OmniStageConfig
 from omniq.errors import InvalidRequest
@@ -182,7 +181,7 @@ def _split(
 def _check_stage(
     stage: OmniStageConfig, shared: dict[str, Any], own: dict[str, Any]
 ) -> tuple[dict[str, Any], list[Fault]]:
-    model = PARAMS[stage.engine_type]
+    model = stage.parameter_model
     given = {k: v for k, v in {**shared, **own}.items() if v is not None}
 
     def field_of(name: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from omniq_workers.devices import visible_gpus
+
 from omniq.config import (
     EngineType,
     OmniStageConfig,
@@ -17,6 +19,7 @@ from omniq.engines.registry import vllm_installed
 from omniq.errors import ConfigError
 from omniq.resolve import BuildOptions, ModelFiles, pipeline_for
 from omniq.serve.flags import ServeFlags
+from omniq.serve.overrides import overridden
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 SERVED = "-served"
@@ -29,9 +32,20 @@ def resolve_model(flags: ServeFlags) -> PipelineConfig:
     - a folder that a known pipeline is made for,
     - a model of a known family (``omniq.resolve``), in a folder or by its name on the hub.
 
+    ``--stage-overrides`` then change its stages.
+
     Raises:
         ConfigError: none of these, or flags that its stages cannot take.
     """
+    pipeline = _resolved(flags)
+    if not flags.stage_overrides:
+        return pipeline
+    known = available_pipelines().get(pipeline.name) == pipeline
+    stages = overridden(pipeline, flags.stage_overrides)
+    return _with_stages(pipeline, stages, _served_name(pipeline) if known else pipeline.name)
+
+
+def _resolved(flags: ServeFlags) -> PipelineConfig:
     known = available_pipelines()
     if flags.model in known:
         return _with_flags(known[flags.model], flags)
@@ -41,7 +55,8 @@ def resolve_model(flags: ServeFlags) -> PipelineConfig:
     if path.is_dir() and (made := _made_for(path, known)) is not None:
         return _with_flags(made, flags)
     if path.is_dir() or HUB_NAME.fullmatch(flags.model):
-        options = BuildOptions(flags.engine, flags.engine_args)
+        gpus = visible_gpus() if flags.gpus is None else flags.gpus
+        options = BuildOptions(flags.engine, flags.engine_args, flags.encoder, gpus)
         return pipeline_for(ModelFiles(flags.model), options)
     raise ConfigError(
         f"MODEL {flags.model!r} is no pipeline, no folder and no hub name",
@@ -71,8 +86,20 @@ def _with_flags(pipeline: PipelineConfig, flags: ServeFlags) -> PipelineConfig:
         )
     changed = _stage_with(ar[0], flags)
     stages = [changed if s is ar[0] else s for s in pipeline.stages]
-    name = pipeline.name[: 64 - len(SERVED)] + SERVED
-    return pipeline.model_copy(update={"name": name, "stages": stages})
+    return _with_stages(pipeline, stages, _served_name(pipeline))
+
+
+def _with_stages(
+    pipeline: PipelineConfig, stages: list[OmniStageConfig], name: str
+) -> PipelineConfig:
+    """Made anew: a copy would keep what the pipeline has looked up in its old stages."""
+    mapping = pipeline.model_dump(by_alias=True, exclude_unset=True)
+    mapping["stages"] = [stage.model_dump(exclude_unset=True) for stage in stages]
+    return PipelineConfig.model_validate({**mapping, "name": name})
+
+
+def _served_name(pipeline: PipelineConfig) -> str:
+    return pipeline.name[: 64 - len(SERVED)] + SERVED
 
 
 def _stage_with(stage: OmniStageConfig, flags: ServeFlags) -> OmniStageConfig:

@@ -119,6 +119,7 @@ class Denoiser:
         params.pop("sigmas", None)
         tensors = self.family.example(self.pipeline.transformer.config)
         tensors |= {NEGATIVE + n: t for n, t in tensors.items() if n not in self.family.beside}
+        tensors |= self.family.example_tokens(self.pipeline, _size(self.pipeline, params, {}))
         inputs = {"condition": StageInput(tensors=tensors)}
         if not self._tasks.text:
             inputs["image"] = black_picture(params.get("height", 64), params.get("width", 64))
@@ -172,6 +173,7 @@ class Denoiser:
             arguments.get("num_inference_steps") or _default(accepted, "num_inference_steps")
         )
         size = self.family.picture_size(pipeline, arguments) or _size(pipeline, arguments, accepted)
+        self.family.check(pipeline, arguments, size)
         progress = Progress(emit, count)
         every = self._preview_every(params)
         every = every and max(every, math.ceil(total * count / MOST_PREVIEWS))

@@ -8,6 +8,7 @@ from typing import Any
 from omniq.engines.families.base import Family
 from omniq.engines.families.flux import Flux
 from omniq.engines.families.flux2 import Flux2, Flux2Klein
+from omniq.engines.families.glm_image import GlmImage
 from omniq.engines.families.qwen_image import QwenImage, QwenImageEdit, QwenImageEditPlus
 from omniq.engines.families.sd3 import StableDiffusion3
 from omniq.engines.families.wan import Wan, WanImageToVideo
@@ -20,6 +21,7 @@ FAMILIES: dict[str, type[Family]] = {
     "FluxInpaintPipeline": Flux,
     "Flux2Pipeline": Flux2,
     "Flux2KleinPipeline": Flux2Klein,
+    "GlmImagePipeline": GlmImage,
     "QwenImagePipeline": QwenImage,
     "QwenImageImg2ImgPipeline": QwenImage,
     "QwenImageInpaintPipeline": QwenImage,

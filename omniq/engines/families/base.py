@@ -29,6 +29,14 @@ class Family:
 
     #: Names of condition tensors; each may come with a ``negative_`` twin.
     condition: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    #: Condition tensors that a request may lack.
+    optional: ClassVar[tuple[str, ...]] = ()
+    #: Those that are integers, with their number of axes.
+    integers: ClassVar[Mapping[str, int]] = {}
+    #: Stage inputs that hold several condition tensors.
+    condition_inputs: ClassVar[tuple[str, ...]] = ("condition",)
+    #: Components that no stage of diffusers loads, because a stage before does their work.
+    elsewhere: ClassVar[tuple[str, ...]] = ()
     #: Names of condition tensors [tokens, dim] without a twin, of models that need them.
     beside: ClassVar[tuple[str, ...]] = ()
     #: How transformer calls join; None: requests of this family never share a forward.
@@ -38,7 +46,7 @@ class Family:
     #: Regular expressions of the attention modules' full names.
     attention_modules: ClassVar[tuple[str, ...]] = (r"(single_)?transformer_blocks\.\d+\.attn",)
     #: Cache methods whose hooks fit the transformer's blocks.
-    caches: ClassVar[tuple[str, ...]] = ("first_block", "taylorseer", "magcache")
+    caches: ClassVar[tuple[str, ...]] = ("first_block", "taylorseer", "magcache", "cache_dit")
     #: What the pipeline takes for a missing negative prompt; None: then there is no guidance.
     empty_negative: ClassVar[str | None] = ""
     #: Pictures that one request may bring.
@@ -51,6 +59,10 @@ class Family:
     denoises_with_vae: ClassVar[bool] = False
     #: The argument of ``__call__`` that is the scale of classifier-free guidance.
     cfg_argument: ClassVar[str] = "guidance_scale"
+
+    #: Layer of the text encoder, as transformers counts ``hidden_states``, whose states are the
+    #: prompt embeds, so that an AR engine can encode; None: the pipeline itself has to.
+    encoder_layer: ClassVar[int | None] = None
 
     def __init__(self, index: Mapping[str, Any] | None = None) -> None:
         #: Settings of the pipeline in the model's model_index.json, such as ``is_distilled``.
@@ -129,6 +141,21 @@ class Family:
         values = made if isinstance(made, tuple) else (made,)
         return self.encoded(values)
 
+    def encoder_tokens(
+        self, pipeline: Any, prompt: str, most: int | None
+    ) -> tuple[list[int], slice]:
+        """What an AR engine is to encode, for families with an ``encoder_layer``.
+
+        Args:
+            pipeline: the pipeline with its tokenizers.
+            prompt: positive or negative prompt.
+            most: ``max_sequence_length``; None: the pipeline's own bound.
+
+        Returns:
+            Token ids, and which of their states are the prompt embeds.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is encoded by its pipeline only")
+
     def encode_options(self) -> dict[str, Any]:
         """Further arguments of ``encode_prompt`` that this family needs."""
         return {"do_classifier_free_guidance": False}
@@ -156,6 +183,25 @@ class Family:
             arguments: its other arguments.
         """
         return dict(given)
+
+    def example_tokens(self, pipeline: Any, size: tuple[int, int]) -> dict[str, torch.Tensor]:
+        """Made-up integers of the condition, for warming up.
+
+        ``size`` is (height, width) in pixels.
+        """
+        return {}
+
+    def check(self, pipeline: Any, arguments: Mapping[str, Any], size: tuple[int, int]) -> None:
+        """Whether the condition fits what is asked for.
+
+        Args:
+            pipeline: the stock pipeline.
+            arguments: of its call.
+            size: (height, width) in pixels of what will be made.
+
+        Raises:
+            InvalidRequest: it does not.
+        """
 
     def picture_size(self, pipeline: Any, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
         """Height and width of what is made, where a request's pictures decide; else None."""
