@@ -14,6 +14,8 @@ from omniq.net_guard import ResolvedTarget, check_url
 from omniq.settings import get_settings
 
 MOST_REDIRECTS = 3
+#: Of one conversation.
+MOST_FILES = 16
 REDIRECTS = (301, 302, 303, 307, 308)
 #: Parts of a message that name a file, and the field with its URL.
 PARTS = ("image_url", "audio_url", "video_url")
@@ -51,13 +53,32 @@ async def fetch_remote(url: str, field: str) -> bytes:
 async def with_remote_files(messages: Any, field: str) -> Any:
     """Messages in which each remote URL of an allowed host has become a data URL.
 
-    All files of one conversation together have no more bytes than one input may have.
+    All files of one conversation together have no more bytes and take no more time than one input
+    may, and there are at most ``MOST_FILES``.
 
     Raises:
         InvalidRequest: or its subclass InputTooLarge, as :func:`fetch_remote`.
     """
-    left = get_settings().max_input_bytes
-    made = []
+    settings = get_settings()
+    count = sum(_url_of(part) is not None for message in messages for part in _parts(message))
+    if count > MOST_FILES:
+        message = f"must name at most {MOST_FILES} files on other hosts, names {count}"
+        raise invalid(field, message)
+    try:
+        async with asyncio.timeout(settings.remote_timeout):
+            return await _with_files(messages, field, settings.max_input_bytes)
+    except TimeoutError as exc:
+        message = f"its files did not arrive within {settings.remote_timeout:g} s"
+        raise invalid(field, message) from exc
+
+
+def _parts(message: Any) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+async def _with_files(messages: Any, field: str, most: int) -> Any:
+    left, made = most, []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
@@ -68,7 +89,6 @@ async def with_remote_files(messages: Any, field: str) -> Any:
                     data = await fetch_remote(url, field)
                     left -= len(data)
                     if left < 0:
-                        most = get_settings().max_input_bytes
                         raise too_large(field, f"its files have more than {most} bytes together")
                     part = _with_url(part, data)  # noqa: PLW2901 - the same part
                 parts.append(part)

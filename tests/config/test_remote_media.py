@@ -81,6 +81,10 @@ class Handler(BaseHTTPRequestHandler):
     def _gzip(self) -> None:
         self._send(b"x", content_encoding="gzip")
 
+    def _late(self) -> None:
+        time.sleep(0.4)
+        self._send(encoded())
+
     def _slow(self) -> None:
         self.send_response(200)
         self.end_headers()
@@ -217,6 +221,11 @@ async def test_files_in_messages_become_data_urls(host: str, allowed: None) -> N
 async def test_files_of_a_conversation_are_bounded_together(
     host: str, allowed: None, setting: Any
 ) -> None:
+    with pytest.raises(InvalidRequest, match="at most 16 files on other hosts, names 17"):
+        await read_inputs(CHAT, {"messages": turn(*[f"{host}/picture"] * 17)}, fetch)
+    setting(remote_timeout=1.0)
+    with pytest.raises(InvalidRequest, match=r"did not arrive within 1 s"):
+        await read_inputs(CHAT, {"messages": turn(*[f"{host}/late"] * 4)}, fetch)
     setting(max_input_bytes=len(encoded()) * 2 - 1)
     with pytest.raises(InputTooLarge, match="bytes together"):
         await read_inputs(CHAT, {"messages": turn(*[f"{host}/picture"] * 2)}, fetch)

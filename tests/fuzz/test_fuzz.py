@@ -13,6 +13,7 @@ from targets import LOCAL
 COUNTS = {"pipelines": 60, "videos": 100, "files": 150, "pictures": 300, "sounds": 200}
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @pytest.mark.parametrize("name", list(LOCAL))
 def test_bad_inputs_are_refused(name: str) -> None:
     report = feed(name, COUNTS.get(name, 500), seed=1)
