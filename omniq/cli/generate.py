@@ -30,7 +30,11 @@ from omniq.settings import get_settings
 @click.option("--seed", type=click.IntRange(0), help="Same seed, same output.")
 @click.option("--param", "params", multiple=True, metavar="NAME=VALUE", help="May be repeated.")
 @click.option(
-    "--input", "files", multiple=True, metavar="NAME=FILE", help="A picture; may be repeated."
+    "--input",
+    "files",
+    multiple=True,
+    metavar="NAME=FILE",
+    help="A picture, sound or video; may be repeated.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what the job store knows, as JSON.")
 def generate(
