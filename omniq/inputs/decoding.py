@@ -32,6 +32,8 @@ CODECS = {
     ),
     "video": ("h264", "hevc", "vp8", "vp9", "libvpx", "libvpx-vp9", "av1", "libdav1d", "mpeg4"),
 }
+#: PyAV reads beyond a frame's end where there are more.
+MOST_CHANNELS = 8
 #: Pixels that decoders may add around a frame of their own.
 PADDING = 1 << 22
 
@@ -110,10 +112,22 @@ def _stream_of(container: Any, field: str, kind: str, most_pixels: int) -> Any:
     if context is None or context.name not in CODECS[kind]:
         name = "an unknown codec" if context is None else context.name
         raise unsupported(field, f"{kind} in {name} is not read")
+    if kind == "sound":
+        check_channels(stream.channels, field)
     if kind == "video":
         check_frame(context.width, context.height, field, most_pixels)
         context.options = {"max_pixels": str(most_pixels + PADDING)}
     return stream
+
+
+def check_channels(count: int, field: str) -> None:
+    """Whether a sound, or a frame of one, has no more channels than are read.
+
+    Raises:
+        InvalidRequest: it has.
+    """
+    if count > MOST_CHANNELS:
+        raise invalid(field, f"must have at most {MOST_CHANNELS} channels, has {count}")
 
 
 def check_frame(width: int, height: int, field: str, most: int) -> None:

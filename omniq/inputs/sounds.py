@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from omniq.inputs.decoding import Clock, opened
+from omniq.inputs.decoding import Clock, check_channels, opened
 from omniq.inputs.faults import invalid
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ def _decoded(data: bytes, field: str, sample_rate: int | None, clock: Clock) -> 
 
         def take(frame: Any) -> None:
             nonlocal rate, count
+            if frame is not None:
+                check_channels(frame.layout.nb_channels, field)
             for part in planes.resample(frame):
                 if rate not in (0, part.sample_rate):
                     raise invalid(field, "the sound changes its sample rate")
