@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from omniq.inputs.decoding import Clock, check_channels, opened
+from omniq.inputs.decoding import Clock, check_sound, opened
 from omniq.inputs.faults import invalid
 
 if TYPE_CHECKING:
@@ -67,19 +67,22 @@ def _decoded(data: bytes, field: str, sample_rate: int | None, clock: Clock) -> 
     with opened(data, field, "sound") as (container, stream):
         import av  # noqa: PLC0415 - an extra
 
-        # FFmpeg's own mixing differs between integers and floats: channels are averaged here.
-        planes = av.AudioResampler(format="fltp")
+        # FFmpeg's own mixing differs between integers and floats: channels are averaged here. Not
+        # as planes: PyAV reads beyond the memory of many of them.
+        floats = av.AudioResampler(format="flt")
         to_rate = av.AudioResampler(format="flt", layout="mono", rate=sample_rate)
 
         def take(frame: Any) -> None:
             nonlocal rate, count
             if frame is not None:
-                check_channels(frame.layout.nb_channels, field)
-            for part in planes.resample(frame):
+                check_sound(frame.layout.nb_channels, frame.sample_rate, field)
+                clock.check((count + frame.samples) / frame.sample_rate)
+            for part in floats.resample(frame):
                 if rate not in (0, part.sample_rate):
                     raise invalid(field, "the sound changes its sample rate")
                 rate = part.sample_rate
-                mixed = part.to_ndarray().mean(axis=0, dtype=np.float32)
+                packed = part.to_ndarray().reshape(-1, part.layout.nb_channels)
+                mixed = packed.mean(axis=1, dtype=np.float32)
                 if sample_rate in (None, rate):
                     pieces.append(mixed)
                 else:
@@ -87,7 +90,6 @@ def _decoded(data: bytes, field: str, sample_rate: int | None, clock: Clock) -> 
                     one.sample_rate, one.pts = rate, count
                     pieces.extend(f.to_ndarray().reshape(-1) for f in to_rate.resample(one))
                 count += len(mixed)
-                clock.check(count / rate)
 
         for frame in container.decode(stream):
             take(frame)
