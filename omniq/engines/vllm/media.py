@@ -18,6 +18,7 @@ from PIL import Image, ImageOps
 from omniq.config.pipeline import InputConfig
 from omniq.engines.base import StageInput
 from omniq.errors import InputTooLarge, InvalidRequest
+from omniq.inputs.decoding import check_sound
 from omniq.inputs.pictures import FORMATS as PICTURES
 from omniq.inputs.pictures import read_file
 from omniq.inputs.sounds import sound_of
@@ -249,6 +250,8 @@ def _sound(data: bytes, part: str) -> tuple[np.ndarray, float]:
         raise bad("messages", f"{part} holds no WAV that can be read: {exc}") from exc
     if width != 2:
         raise bad("messages", f"{part} must have 16 bits a sample, has {8 * width}")
+    with _within(part, "sound"):
+        check_sound(channels, rate, part)
     samples = np.frombuffer(frames, np.int16, len(frames) // (2 * channels) * channels)
     return samples.reshape(-1, channels).mean(axis=1).astype(np.float32) / 32_768, float(rate)
 
