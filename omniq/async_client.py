@@ -32,8 +32,9 @@ Prompt = str | Mapping[str, Any]
 """A text for the pipeline's first input, or all inputs by name.
 
 A picture is a PIL image, a path, a file's bytes, an array uint8 [H, W, 3], a data URL, an
-:class:`~omniq.request_output.Artifact` or ``{"job": ID, "artifact": NAME}``; latents are an array,
-a torch tensor or a safetensors file.
+:class:`~omniq.request_output.Artifact` or ``{"job": ID, "artifact": NAME}``; sound and videos are
+the same, their arrays float32 [samples] (at the input's rate) and uint8 [frames, H, W, 3]; latents
+are an array, a torch tensor or a safetensors file.
 """
 
 BLOCK = 1.0

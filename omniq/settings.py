@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -142,6 +143,14 @@ class Settings(BaseSettings):
         None, description="user:password for Flower's basic auth; unset: a new one each start."
     )
 
+    remote_media: list[str] = Field(
+        default_factory=list,
+        description="Hosts from which files of a request may be fetched (JSON list): a name, "
+        "*.name, an address or a network; '*' is any public one. Empty: none.",
+    )
+    remote_timeout: float = Field(
+        20.0, gt=0, description="Longest time that fetching one such file may take, in seconds."
+    )
     max_media_seconds: float = Field(
         600.0, gt=0, description="Longest sound or video among a request's inputs."
     )
@@ -202,6 +211,11 @@ class Settings(BaseSettings):
     redis_blob_max_bytes: int = Field(
         512 << 20, gt=0, description="Largest blob the Redis store accepts."
     )
+    redis_ca: Path | None = Field(
+        None,
+        description="Certificates (PEM file) that rediss:// servers are checked against; unset: "
+        "the system's.",
+    )
     blob_ttl: float = Field(
         86_400.0, gt=0, description="A blob that no job frees is dropped from Redis after so long."
     )
@@ -226,7 +240,7 @@ class Settings(BaseSettings):
     @property
     def url(self) -> str:
         """The broker URL in kombu's spelling, embedded or configured."""
-        return self.broker_url or f"redis://127.0.0.1:{self.broker_port}/0"
+        return self._encrypted(self.broker_url or f"redis://127.0.0.1:{self.broker_port}/0")
 
     @property
     def redis_url(self) -> str:
@@ -236,7 +250,20 @@ class Settings(BaseSettings):
     @property
     def blob_url(self) -> str:
         """The server for blobs, in redis-py's spelling."""
-        return _redis_spelling(self.blob_redis_url or self.url)
+        return _redis_spelling(self._encrypted(self.blob_redis_url or self.url))
+
+    def _encrypted(self, url: str) -> str:
+        """A ``rediss://`` URL that says how the server's certificate is checked: always, unless the
+        URL itself says otherwise. redis-py, kombu and Celery read it there.
+        """
+        if not url.startswith("rediss://"):
+            return url
+        more = {"ssl_cert_reqs": "required"}
+        if self.redis_ca is not None:
+            more["ssl_ca_certs"] = str(self.redis_ca)
+        parts = urlsplit(url)
+        given = dict(parse_qsl(parts.query, keep_blank_values=True))
+        return urlunsplit(parts._replace(query=urlencode({**more, **given})))
 
 
 def _redis_spelling(url: str) -> str:

@@ -79,7 +79,7 @@ async def submit(
         again = _again(idempotency_key, asked, webhook)
     hook = None if webhook is None else await webhooks.checked(webhook)
     nbytes = 0
-    if config.files:
+    if config.files or get_settings().remote_media:
         spec, nbytes = await _with_files(store, config, spec)
     record: JobRecord | None = None
     try:
@@ -149,8 +149,8 @@ async def _with_files(
     inputs = await read_inputs(config, spec.inputs, partial(fetch_input, store))
     found = {name: v for name, v in inputs.items() if isinstance(v, InputFile)}
     nbytes = sum(len(file.data) for file in found.values())
-    if not found:
-        return spec, 0
+    if not found:  # remote media in a conversation may have been brought in all the same
+        return spec.model_copy(update={"inputs": inputs}), 0
     await store.inputs.reserve(spec.id, config.name, nbytes)
     files: dict[str, BlobRef] = {}
     try:

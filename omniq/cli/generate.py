@@ -30,7 +30,11 @@ from omniq.settings import get_settings
 @click.option("--seed", type=click.IntRange(0), help="Same seed, same output.")
 @click.option("--param", "params", multiple=True, metavar="NAME=VALUE", help="May be repeated.")
 @click.option(
-    "--input", "files", multiple=True, metavar="NAME=FILE", help="A picture; may be repeated."
+    "--input",
+    "files",
+    multiple=True,
+    metavar="NAME=FILE",
+    help="A picture, sound or video; may be repeated.",
 )
 @click.option(
     "--idempotency-key", help="Sent again with the same key, the request is the same job."

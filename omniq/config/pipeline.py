@@ -97,6 +97,10 @@ class EdgeConfig(ConfigModel):
         return self.target.partition(".")[0]
 
 
+#: Names files, in answers and on disks: no separators, no dots in front.
+OutputName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_+-]{0,63}$")]
+
+
 def _output_type(value: Modality | str) -> Modality | str:
     if isinstance(value, Modality):
         return value
@@ -141,7 +145,7 @@ class PipelineConfig(ConfigModel):
     inputs: dict[str, InputConfig] = Field(min_length=1)
     stages: list[OmniStageConfig] = Field(min_length=1)
     edges: list[EdgeConfig] = Field(min_length=1)
-    outputs: dict[str, OutputConfig] = Field(min_length=1)
+    outputs: dict[OutputName, OutputConfig] = Field(min_length=1)
     max_jobs: int | None = Field(
         None, ge=1, description="Most unfinished jobs; default OMNIQ_MAX_JOBS."
     )

@@ -192,6 +192,7 @@ OPENAI = {
     "POST /v1/completions",
     "POST /v1/embeddings",
     "POST /v1/images/generations",
+    "POST /v1/audio/speech",
     "POST /v1/images/edits",
     "POST /v1/audio/speech",
 }

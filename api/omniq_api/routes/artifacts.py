@@ -64,9 +64,9 @@ def artifact_response(
 
 
 def first_media(artifacts: dict[str, ArtifactInfo], outputs: list[str]) -> str | None:
-    """Name of the first picture or video, in the order of the pipeline's outputs."""
+    """Name of the first picture, video or sound, in the order of the pipeline's outputs."""
     for name in [*(o for o in outputs if o in artifacts), *artifacts]:
-        if artifacts[name].content_type.startswith(("image/", "video/")):
+        if artifacts[name].content_type.startswith(("image/", "video/", "audio/")):
             return name
     return None
 
