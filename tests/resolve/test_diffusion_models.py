@@ -32,6 +32,7 @@ RUNS: list[tuple[str, bool, dict[str, Any]]] = [
     ("flux2_klein", False, {}),
     ("sd3", False, {"negative_prompt": "a star"}),
     ("qwen_image", False, {"negative_prompt": "a star"}),
+    ("cogview4", False, {"negative_prompt": "a star"}),
     ("wan", False, {"num_frames": 5}),
     ("wan_5b", False, {"num_frames": 5}),
     ("wan_i2v", True, {"num_frames": 5}),
@@ -197,11 +198,22 @@ def test_engine_arguments_and_encoder(tiny: Callable[[str], Path]) -> None:
 def test_other_pipelines_are_tried_by_their_parts(tmp_path: Path) -> None:
     """What has the parts gets stages; what has not is told what is known."""
     part = ["diffusers", "Some"]
-    index = {"_class_name": "SomePipeline", "transformer": part, "vae": part, "scheduler": part}
+    index = {
+        "_class_name": "SomePipeline",
+        "transformer": part,
+        "vae": ["diffusers", "AutoencoderKL"],
+        "scheduler": part,
+        "text_encoder": ["transformers", "T5EncoderModel"],
+    }
     file = tmp_path / "model_index.json"
-    file.write_text(json.dumps({**index, "text_encoder": ["transformers", "T5EncoderModel"]}))
+    file.write_text(json.dumps(index))
     assert [s.stage_id for s in resolved(tmp_path).stages] == ["encode", "dit", "decode"]
     assert OtherDiffusion.name in {f.name for f in families()}
-    file.write_text(json.dumps({**index, "text_encoder": [None, None]}))
-    with pytest.raises(ConfigError, match=r"SomePipeline.*known: Qwen-Image, .*Z-Image"):
-        resolved(tmp_path)
+    for change in (
+        {"text_encoder": [None, None]},
+        {"vae": ["diffusers", "AutoencoderKLCogVideoX"]},
+        {"vision_language_encoder": part},
+    ):
+        file.write_text(json.dumps({**index, **change}))
+        with pytest.raises(ConfigError, match=r"SomePipeline.*known: Qwen-Image, .*Z-Image"):
+            resolved(tmp_path)
