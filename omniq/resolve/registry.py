@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 ENTRY_POINTS = "omniq.models"
 #: The first that matches serves a model, so what is particular stands before what is general.
 BUILTIN = (
+    "omniq.resolve.glm_image:GlmImage",
+    "omniq.resolve.csm:Csm",
     "omniq.resolve.diffusion:QwenImage",
     "omniq.resolve.diffusion:QwenImageEdit",
     "omniq.resolve.diffusion:QwenImageEditPlus",
