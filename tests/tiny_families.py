@@ -22,7 +22,7 @@ def make(name: str, folder: Path) -> Path:
     return folder
 
 
-def _autoencoder(channels: int = 4) -> Any:
+def _autoencoder(channels: int = 4, shift: float = 0.06) -> Any:
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
@@ -37,7 +37,7 @@ def _autoencoder(channels: int = 4) -> Any:
         norm_num_groups=4,
         use_quant_conv=False,
         use_post_quant_conv=False,
-        shift_factor=0.06,
+        shift_factor=shift,
         scaling_factor=1.5,
     )
 
@@ -332,7 +332,7 @@ def _cogview4() -> Any:
     return CogView4Pipeline(
         tokenizer=tokenizer,
         text_encoder=GlmModel(GlmConfig(**_text_config(tokenizer, 3))).eval(),
-        vae=_autoencoder(),
+        vae=_autoencoder(shift=0.0),
         transformer=transformer,
         scheduler=_euler(use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75),
     )
