@@ -221,7 +221,8 @@ class PipelineConfig(ConfigModel):
         found: dict[str, list[OmniStageConfig]] = {}
         for stage in self.stages:
             for name in PARAMS[stage.engine_type].model_fields:
-                found.setdefault(name, []).append(stage)
+                if stage.shared_parameters is None or name in stage.shared_parameters:
+                    found.setdefault(name, []).append(stage)
         return found
 
     def outputs_of(self, stage_id: str) -> dict[str, OutputConfig]:

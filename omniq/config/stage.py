@@ -27,6 +27,8 @@ class EngineType(StrEnum):
     DIT = "DiT"
     DECODE = "decode"
     ENCODE = "encode"
+    TALK = "talk"
+    VOCODE = "vocode"
 
 
 class Modality(StrEnum):
@@ -179,6 +181,11 @@ class OmniStageConfig(ConfigModel):
     )
     max_in_flight: int = Field(1, ge=1, le=4096, description="Admission window of the engine.")
     time_limit: float | None = Field(None, gt=0, description="Seconds one run may take.")
+    shared_parameters: list[str] | None = Field(
+        None,
+        description="Of a request's flat parameters only these reach the stage; others are given "
+        "under its id. Default: all that it knows.",
+    )
     defaults: dict[str, Any] = Field(default_factory=dict, description="Parameter defaults.")
     limits: dict[str, Limit] = Field(default_factory=dict, description="Parameter bounds.")
     retry: RetryPolicy = RetryPolicy()
@@ -194,11 +201,11 @@ class OmniStageConfig(ConfigModel):
             raise ValueError(f"omniq ships no such model; allowed: {allowed}")
         return value
 
-    @field_validator("defaults", "limits")
+    @field_validator("defaults", "limits", "shared_parameters")
     @classmethod
-    def _known_parameters(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:
+    def _known_parameters(cls, value: Any, info: Any) -> Any:
         engine_type = info.data.get("engine_type")
-        if engine_type is None:  # already reported
+        if engine_type is None or value is None:  # already reported, or not given
             return value
         allowed = PARAMS[engine_type].model_fields
         if unknown := sorted(set(value) - set(allowed)):

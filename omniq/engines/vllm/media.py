@@ -58,6 +58,12 @@ def of_inputs(inputs: Mapping[str, StageInput]) -> Media:
     return found
 
 
+def with_parts(content: Any, found: Media) -> list[dict[str, Any]]:
+    """A message's content with a part for each of the media before it."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    return [{"type": kind} for kind, items in found.items() for _ in items] + parts
+
+
 def of_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], Media]:
     """Chat messages for a chat template, and the media that were in them, in order.
 
