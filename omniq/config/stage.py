@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from omniq.config.params import PARAMS
+from omniq.config.params import StageParams, parameter_model
 
 BUILTIN = "builtin:"
 MODELS_DIR = Path(__file__).resolve().parent.parent / "models"
@@ -181,6 +181,10 @@ class OmniStageConfig(ConfigModel):
     )
     max_in_flight: int = Field(1, ge=1, le=4096, description="Admission window of the engine.")
     time_limit: float | None = Field(None, gt=0, description="Seconds one run may take.")
+    more_parameters: list[str] = Field(
+        default_factory=list,
+        description="Parameters of other engine types that this stage's engine takes too.",
+    )
     shared_parameters: list[str] | None = Field(
         None,
         description="Of a request's flat parameters only these reach the stage; others are given "
@@ -201,13 +205,20 @@ class OmniStageConfig(ConfigModel):
             raise ValueError(f"omniq ships no such model; allowed: {allowed}")
         return value
 
+    @field_validator("more_parameters")
+    @classmethod
+    def _parameters_of_some_type(cls, value: list[str], info: Any) -> list[str]:
+        if (engine_type := info.data.get("engine_type")) is not None:
+            parameter_model(engine_type, value)
+        return value
+
     @field_validator("defaults", "limits", "shared_parameters")
     @classmethod
     def _known_parameters(cls, value: Any, info: Any) -> Any:
-        engine_type = info.data.get("engine_type")
-        if engine_type is None or value is None:  # already reported, or not given
+        engine_type, more = (info.data.get(name) for name in ("engine_type", "more_parameters"))
+        if engine_type is None or more is None or value is None:  # already reported, or not given
             return value
-        allowed = PARAMS[engine_type].model_fields
+        allowed = parameter_model(engine_type, more).model_fields
         if unknown := sorted(set(value) - set(allowed)):
             raise ValueError(
                 f"unknown parameter {unknown[0]!r} of a {engine_type} stage; "
@@ -219,11 +230,16 @@ class OmniStageConfig(ConfigModel):
     def _consistent(self) -> OmniStageConfig:
         if self.dit is not None and self.engine_type is not EngineType.DIT:
             raise ValueError(f"'dit' belongs to DiT stages, not to a {self.engine_type} stage")
-        PARAMS[self.engine_type].model_validate(self.defaults)
+        self.parameter_model.model_validate(self.defaults)
         for name, limit in self.limits.items():
             if name in self.defaults and (fault := limit.fault(self.defaults[name])) is not None:
                 raise ValueError(f"default of {name!r} {fault}")
         return self
+
+    @property
+    def parameter_model(self) -> type[StageParams]:
+        """What a request may say to this stage, before its ``limits``."""
+        return parameter_model(self.engine_type, self.more_parameters)
 
     @property
     def model_path(self) -> str:

@@ -18,10 +18,14 @@ class BuildOptions:
         engine: for the AR stage that answers: ``auto``, ``vllm`` or ``transformers``.
         engine_args: ``engine_args`` of that stage, by vLLM's names; ``dtype`` and
             ``max_num_seqs`` among them where they were given.
+        encoder: engine of the stage that encodes prompts for a DiT: ``diffusers`` or ``vllm``.
+        gpus: how many GPUs the stages are spread over; 0: there are none.
     """
 
     engine: str = "auto"
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+    encoder: str = "diffusers"
+    gpus: int = 0
 
 
 class ModelFamily(ABC):

@@ -18,7 +18,21 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "omniq.models"
 #: The first that matches serves a model, so what is particular stands before what is general.
-BUILTIN = ("omniq.resolve.language_model:LanguageModel",)
+BUILTIN = (
+    "omniq.resolve.diffusion:QwenImage",
+    "omniq.resolve.diffusion:QwenImageEdit",
+    "omniq.resolve.diffusion:QwenImageEditPlus",
+    "omniq.resolve.diffusion:ZImage",
+    "omniq.resolve.diffusion:Flux",
+    "omniq.resolve.diffusion:Flux2",
+    "omniq.resolve.diffusion:StableDiffusion3",
+    "omniq.resolve.diffusion:Wan5B",
+    "omniq.resolve.diffusion:Wan",
+    "omniq.resolve.diffusion:WanImageToVideo",
+    "omniq.resolve.diffusion:OtherDiffusion",
+    "omniq.resolve.language_model:EmbeddingModel",
+    "omniq.resolve.language_model:LanguageModel",
+)
 
 
 @cache

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
+
+from omniq_workers.devices import visible_gpus
 
 from omniq.config import (
     EngineType,
@@ -17,6 +20,7 @@ from omniq.engines.registry import vllm_installed
 from omniq.errors import ConfigError
 from omniq.resolve import BuildOptions, ModelFiles, pipeline_for
 from omniq.serve.flags import ServeFlags
+from omniq.serve.overrides import overridden
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 SERVED = "-served"
@@ -29,9 +33,21 @@ def resolve_model(flags: ServeFlags) -> PipelineConfig:
     - a folder that a known pipeline is made for,
     - a model of a known family (``omniq.resolve``), in a folder or by its name on the hub.
 
+    ``--stage-overrides`` then change its stages.
+
     Raises:
         ConfigError: none of these, or flags that its stages cannot take.
     """
+    pipeline = _resolved(flags)
+    if not flags.stage_overrides:
+        return pipeline
+    update: dict[str, Any] = {"stages": overridden(pipeline, flags.stage_overrides)}
+    if available_pipelines().get(pipeline.name) == pipeline:
+        update["name"] = _served_name(pipeline)
+    return pipeline.model_copy(update=update)
+
+
+def _resolved(flags: ServeFlags) -> PipelineConfig:
     known = available_pipelines()
     if flags.model in known:
         return _with_flags(known[flags.model], flags)
@@ -41,7 +57,8 @@ def resolve_model(flags: ServeFlags) -> PipelineConfig:
     if path.is_dir() and (made := _made_for(path, known)) is not None:
         return _with_flags(made, flags)
     if path.is_dir() or HUB_NAME.fullmatch(flags.model):
-        options = BuildOptions(flags.engine, flags.engine_args)
+        gpus = visible_gpus() if flags.gpus is None else flags.gpus
+        options = BuildOptions(flags.engine, flags.engine_args, flags.encoder, gpus)
         return pipeline_for(ModelFiles(flags.model), options)
     raise ConfigError(
         f"MODEL {flags.model!r} is no pipeline, no folder and no hub name",
@@ -71,8 +88,11 @@ def _with_flags(pipeline: PipelineConfig, flags: ServeFlags) -> PipelineConfig:
         )
     changed = _stage_with(ar[0], flags)
     stages = [changed if s is ar[0] else s for s in pipeline.stages]
-    name = pipeline.name[: 64 - len(SERVED)] + SERVED
-    return pipeline.model_copy(update={"name": name, "stages": stages})
+    return pipeline.model_copy(update={"name": _served_name(pipeline), "stages": stages})
+
+
+def _served_name(pipeline: PipelineConfig) -> str:
+    return pipeline.name[: 64 - len(SERVED)] + SERVED
 
 
 def _stage_with(stage: OmniStageConfig, flags: ServeFlags) -> OmniStageConfig:

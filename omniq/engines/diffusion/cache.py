@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from omniq.config.stage import DiTCacheConfig
-from omniq.engines.diffusion.batch import Call
 from omniq.engines.families.base import Family
 from omniq.errors import ConfigError
 
@@ -55,7 +54,6 @@ class DiTCacheManager:
         self.config, self._family = config, family
         self._managers: list[Any] = []
         self._computed = False
-        self._uses: dict[str, CacheUse] = {}
         self._order: OrderedDict[str, None] = OrderedDict()
         self.evictions = 0
 
@@ -94,15 +92,23 @@ class DiTCacheManager:
             self._managers += managers
             self._probe(module)
 
+    @property
+    def hit(self) -> bool:
+        """Whether the last :meth:`step` skipped blocks."""
+        return not self._computed
+
+    @property
+    def decides_by_rows(self) -> bool:
+        """Whether the rows of a forward decide together, so that they must stay together."""
+        return self.config.method == "first_block"
+
     @contextlib.contextmanager
-    def step(self, request_id: str, call: Call) -> Iterator[None]:
-        """Around one forward of one request: its state, its counts, then the bounds."""
+    def step(self, name: StateName) -> Iterator[None]:
+        """Around one forward of one request (id, context): its state, then the bounds."""
+        request_id = name[0]
         self._computed = False
-        with self._context((request_id, call.context)):
+        with self._context(name):
             yield
-        use = self._uses.setdefault(request_id, CacheUse())
-        use.forwards += 1
-        use.hits += not self._computed
         if request_id not in self._order or self.config.eviction == "lru":
             self._order[request_id] = None
             self._order.move_to_end(request_id)
@@ -120,11 +126,10 @@ class DiTCacheManager:
         finally:
             self._forget(_UNUSED[0])
 
-    def drop(self, request_id: str) -> CacheUse:
-        """Forget a request that ended, however it did; returns what the cache did for it."""
+    def drop(self, request_id: str) -> None:
+        """Forget a request that ended, however it did."""
         self._forget(request_id)
         self._order.pop(request_id, None)
-        return self._uses.pop(request_id, CacheUse())
 
     def nbytes(self, request_id: str | None = None) -> int:
         """Bytes of all state, or of one request's."""
