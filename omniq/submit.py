@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -31,12 +32,14 @@ async def submit(
     metadata: dict[str, str] | None = None,
     stream: bool = True,
     awaited: bool = False,
+    outputs: Sequence[str] | None = None,
 ) -> JobRecord:
     """Validate one job, then record and enqueue it in one step: never one without the other.
 
     ``priority`` 9 is served first, 0 last. A job that has not ended within ``timeout`` seconds
     expires. Pictures and tensors among the inputs become blobs, which the job's end frees. A seed
     that is not given is drawn here, once, so that retries and all stages use the same one.
+    Of ``outputs`` the pipeline's others are not made: stages that none of them needs do not run.
     With ``stream`` off engines need not say text before it is whole, which costs them less.
     ``awaited``: the caller will wait for the job's end at once (:meth:`JobStore.wait`).
 
@@ -56,6 +59,7 @@ async def submit(
         timeout=timeout,
         metadata=metadata or {},
         stream=stream,
+        outputs=outputs,
     )
     if config.files:
         spec = await _with_files(store, config, spec)
@@ -102,6 +106,7 @@ def make_spec(
     timeout: float | None,
     metadata: dict[str, str],
     stream: bool = True,
+    outputs: Sequence[str] | None = None,
 ) -> JobSpec:
     """The job a valid request describes, with a new id.
 
@@ -118,6 +123,14 @@ def make_spec(
             f"timeout: must be seconds above 0; got {timeout!r}",
             fields=[{"field": "timeout", "message": "must be seconds above 0"}],
         )
+    wanted = list(config.outputs) if outputs is None else list(outputs)
+    if not wanted or (unknown := [name for name in wanted if name not in config.outputs]):
+        message = f"must be some of {', '.join(config.outputs)}" + (
+            f"; got {unknown[0]!r}" if wanted else ""
+        )
+        raise InvalidRequest(
+            f"outputs: {message}", fields=[{"field": "outputs", "message": message}]
+        )
     complete = validate_request(config, inputs, parameters)
     seed = secrets.randbelow(2**32)
     for stage in config.stages:
@@ -130,7 +143,7 @@ def make_spec(
         pipeline_version=config.version,
         inputs=inputs,
         parameters=complete,
-        stages=config.topological_order(),
+        stages=config.topological_order() if outputs is None else config.stages_for(wanted),
         priority=priority,
         deadline=None if timeout is None else created + timeout,
         metadata=metadata,

@@ -1,4 +1,4 @@
-"""A tiny Qwen2.5-Omni with random weights: the real classes, in the folder layout of the real one."""
+"""A tiny Qwen2.5-Omni with random weights: the real classes, in the real one's folder layout."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def _save_processor(folder: Path, tokenizer: Any) -> None:
     file.write_text(json.dumps({**config, **MEDIA_TOKENS, "extra_special_tokens": MEDIA_TOKENS}))
     pictures = Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 112 * 112})
     sound = WhisperFeatureExtractor(feature_size=MEL, chunk_length=4, return_attention_mask=True)
-    both = {**sound.to_dict(), **pictures.to_dict(), "image_processor_type": "Qwen2VLImageProcessor"}
+    both = {**sound.to_dict(), **pictures.to_dict()}
+    both["image_processor_type"] = "Qwen2VLImageProcessor"
     both["processor_class"] = "Qwen2_5OmniProcessor"
     (folder / "preprocessor_config.json").write_text(json.dumps(both, default=str))
 

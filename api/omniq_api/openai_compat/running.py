@@ -38,6 +38,7 @@ async def submitted(
                     metadata=each.metadata,
                     stream=stream,
                     awaited=not stream,
+                    outputs=each.outputs,
                 )
             )
     except (InvalidRequest, BrokerUnavailable) as exc:

@@ -105,6 +105,7 @@ async def submit_request(
         timeout=body.timeout,
         metadata=body.metadata,
         awaited=awaited,
+        outputs=body.outputs,
     )
 
 

@@ -68,10 +68,12 @@ class MediaPrompts:
 
     def _processed(self, text: str, items: media.Media, field: str) -> dict[str, Any]:
         arguments: dict[str, Any] = {}
-        for kind, of_kind in items.items():
+        for kind, found in items.items():
             if kind == "audio":
-                of_kind = [resampled(samples, rate, self._rate) for samples, rate in of_kind]
-            arguments[ARGUMENTS[kind]] = of_kind
+                heard = [resampled(samples, rate, self._rate) for samples, rate in found]
+                arguments[ARGUMENTS[kind]] = heard
+            else:
+                arguments[ARGUMENTS[kind]] = found
         try:
             return dict(self._processor(text=text, return_tensors="pt", **arguments))
         except (ValueError, StopIteration, IndexError) as exc:

@@ -11,7 +11,7 @@ from omniq.engines.omni import qwen2_5
 from omniq.engines.omni.reply import ThinkerPrompt
 from omniq.engines.omni.speakers import Speakers
 from omniq.engines.omni.talker import Talker, TalkerPrompt, TalkerReply
-from omniq.engines.omni.weights import Rows
+from omniq.engines.omni.weights import Rows, load_part
 
 
 class Qwen25Talker(Talker):
@@ -23,7 +23,7 @@ class Qwen25Talker(Talker):
             Qwen2_5OmniTalkerForConditionalGeneration,
         )
 
-        model = Qwen2_5OmniTalkerForConditionalGeneration.from_pretrained(folder, **options)
+        model = load_part(Qwen2_5OmniTalkerForConditionalGeneration, folder, **options)
         self._talker = model.to(device).eval()
         self.model = self._talker.model
         self.config = self._talker.config
@@ -73,4 +73,3 @@ def tokens_of(thinker: Any, talker: Any) -> qwen2_5.Tokens:
         codec_eos=talker.tts_codec_end_token_id,
         codec_mask=talker.tts_codec_mask_token_id,
     )
-

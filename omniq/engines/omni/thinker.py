@@ -21,6 +21,7 @@ from omniq.engines.loading import part_folder
 from omniq.engines.omni import reply
 from omniq.engines.omni.families import family_of
 from omniq.engines.omni.prompts import MediaPrompts
+from omniq.engines.omni.weights import load_part
 from omniq.errors import ConfigError
 
 
@@ -46,14 +47,12 @@ class ThinkerEngine(TransformersAREngine):
         #: Of requests in flight: what stands before their answers' states, and chunks sent.
         self._prompt_states: dict[Generation, torch.Tensor] = {}
         super()._load()
-        self._prompts = MediaPrompts(
-            part_folder(self.stage), self._encoder, self._family.processor
-        )
+        self._prompts = MediaPrompts(part_folder(self.stage), self._encoder, self._family.processor)
 
     def _load_model(self, folder: Path, options: Mapping[str, Any]) -> Any:
         self._family = family_of(folder)
         module, _, name = self._family.thinker.partition(":")
-        model = getattr(importlib.import_module(module), name).from_pretrained(folder, **options)
+        model = load_part(getattr(importlib.import_module(module), name), folder, **options)
         model.lm_head.register_forward_pre_hook(self._before_head)
         return model
 

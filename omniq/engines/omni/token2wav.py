@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni's token2wav: codes to a mel spectrogram by flow matching, and to sound by BigVGAN."""
+"""Qwen2.5-Omni's token2wav: codes to a mel spectrogram by flow matching, to sound by BigVGAN."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Token2WavEngine(Engine):
     A request that nobody streams is decoded as a whole, as transformers does it. For one that is
     streamed, codes are decoded by windows while they come, as in the model's own streaming code:
     ``window_blocks`` blocks of the DiT's attention (24 frames of 10 ms each) at once, with
-    ``past_blocks`` and ``future_blocks`` beside them; sound of the last ``overlap`` frames waits for
-    what follows. Every frame starts from the noise that it has in the whole run. Each step of the
-    solver looks a block further than the one before, so the windows are an approximation; an
+    ``past_blocks`` and ``future_blocks`` beside them; sound of the last ``overlap`` frames waits
+    for what follows. Every frame starts from the noise that it has in the whole run. Each step of
+    the solver looks a block further than the one before, so the windows are an approximation; an
     utterance of one window is exact.
 
     Engine arguments: ``window_blocks``, ``past_blocks``, ``future_blocks``, ``overlap``.
@@ -132,9 +132,12 @@ class Token2WavEngine(Engine):
             if request.stream:
                 await decoding.say(ended=False)
         await decoding.say(ended=True)
-        audio = torch.cat(decoding.said) if decoding.said else torch.zeros(0)
+        # A file of sound is never empty: an answer without a word is silence of one code's length.
+        audio = torch.zeros(self._hop * self._repeats)
+        if decoding.said:
+            audio = torch.cat(decoding.said)
         seconds = time.perf_counter() - started
-        length = len(audio) / SAMPLE_RATE
+        length = sum(map(len, decoding.said)) / SAMPLE_RATE
         metrics: dict[str, float | int] = {
             "audio_seconds": length,
             "first_packet_seconds": decoding.first - started if decoding.said else 0.0,
@@ -236,7 +239,8 @@ class _Decoding:
                 continue
             self.first = self.first or time.perf_counter()
             self.said.append(sound)
-            await self._emit.achunk("audio", tensors={"audio": sound}, last=last)
+            if self._stream:
+                await self._emit.achunk("audio", tensors={"audio": sound}, last=last)
 
     def _decode(self, window: Any, last: bool) -> torch.Tensor | None:
         repeats = self._engine._repeats

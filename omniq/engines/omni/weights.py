@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -21,11 +22,23 @@ def files_of(folder: Path) -> dict[str, Path]:
         ConfigError: it holds no safetensors.
     """
     if (folder / INDEX).is_file():
-        return {name: folder / file for name, file in read_json(folder / INDEX)["weight_map"].items()}
+        return {
+            name: folder / file for name, file in read_json(folder / INDEX)["weight_map"].items()
+        }
     if not (folder / SINGLE).is_file():
         raise ConfigError(f"{folder} holds no {SINGLE} and no {INDEX}")
     with safe_open(folder / SINGLE, framework="pt") as weights:
         return dict.fromkeys(weights.keys(), folder / SINGLE)
+
+
+def load_part(cls: Any, folder: Path, **options: Any) -> Any:
+    """``cls.from_pretrained`` of one part of an omni checkpoint, in silence about the others.
+
+    transformers takes the tensors that begin with the class's own prefix.
+    """
+    others = [rf"^(?!{cls.base_model_prefix}\.)"]
+    quiet = type(cls.__name__, (cls,), {"_keys_to_ignore_on_load_unexpected": others})
+    return quiet.from_pretrained(folder, **options)
 
 
 def part_of(folder: Path, prefix: str) -> dict[str, torch.Tensor]:

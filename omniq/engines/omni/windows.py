@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Frames ``start`` to ``stop`` go in; those from ``begin`` to ``end`` are new in what comes out."""
+    """Frames ``start`` to ``stop`` go in; of what comes out, ``begin`` to ``end`` are new."""
 
     start: int
     stop: int
