@@ -80,11 +80,11 @@ def make_qwen_omni(folder: Path) -> Path:
         },
         folder / "spk_dict.pt",
     )
-    _save_processor(folder, tokenizer)
+    save_processor(folder, tokenizer, "Qwen2_5OmniProcessor")
     return folder
 
 
-def _save_processor(folder: Path, tokenizer: Any) -> None:
+def save_processor(folder: Path, tokenizer: Any, name: str, **pixels: Any) -> None:
     """As the real model's folder has it: one file for pictures and sound."""
     from transformers import Qwen2VLImageProcessorPil, WhisperFeatureExtractor
 
@@ -92,11 +92,13 @@ def _save_processor(folder: Path, tokenizer: Any) -> None:
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, **MEDIA_TOKENS, "extra_special_tokens": MEDIA_TOKENS}))
-    pictures = Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 112 * 112})
+    pictures = Qwen2VLImageProcessorPil(
+        size={"shortest_edge": 28 * 28, "longest_edge": 112 * 112}, **pixels
+    )
     sound = WhisperFeatureExtractor(feature_size=MEL, chunk_length=4, return_attention_mask=True)
     both = {**sound.to_dict(), **pictures.to_dict()}
     both["image_processor_type"] = "Qwen2VLImageProcessor"
-    both["processor_class"] = "Qwen2_5OmniProcessor"
+    both["processor_class"] = name
     (folder / "preprocessor_config.json").write_text(json.dumps(both, default=str))
 
 

@@ -72,6 +72,7 @@ BUILTIN = (
             (EngineType.AR, "omni-thinker", "thinker:ThinkerEngine"),
             (EngineType.TALK, "omni-talker", "talker:TalkerEngine"),
             (EngineType.VOCODE, "omni-token2wav", "token2wav:Token2WavEngine"),
+            (EngineType.VOCODE, "omni-code2wav", "code2wav:Code2WavEngine"),
         )
     ),
     EngineSpec(EngineType.AR, "vllm", "omniq.engines.ar_vllm:VLLMAREngine", ("vllm",), "vllm"),

@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni: thinker, talker and token2wav, by what config.json says."""
+"""Qwen2.5-Omni and Qwen3-Omni: thinker, talker and vocoder, by what config.json says."""
 
 from __future__ import annotations
 
@@ -13,30 +13,28 @@ MAX_INPUT = 1 << 31
 IN_FLIGHT = 16
 #: Of ``generate`` in transformers, where a request says nothing.
 THINKER = {"temperature": 0.0, "max_tokens": 1024}
-TALKER = {
-    "temperature": 0.9,
-    "top_k": 40,
-    "top_p": 0.8,
-    "repetition_penalty": 1.05,
-    "max_tokens": 4096,
-}
+TALKER = {"temperature": 0.9, "repetition_penalty": 1.05, "max_tokens": 4096}
 #: Flat parameters of a request that are the talker's too; the others are about the text.
 SPOKEN = ["speaker", "seed", "deterministic"]
-#: Chunks between the stages: tokens that the thinker, codes that the talker hands on at once.
-#: Twelve codes are a block of token2wav's attention.
-THINKER_TOKENS, TALKER_CODES = 1, 12
+#: Tokens of a chunk from thinker to talker.
+THINKER_TOKENS = 1
 #: Chunks that may lie between two stages.
 MOST_BEHIND = 1024
 SAMPLE_RATE = 24_000
 
 
-class Qwen25Omni(ModelFamily):
+class QwenOmni(ModelFamily):
     """Text, pictures and sound in; text and speech out, both while they are made."""
 
-    name: ClassVar[str] = "Qwen2.5-Omni"
     description: ClassVar[str] = "text, pictures and sound to text and speech"
-    stages: ClassVar[tuple[str, ...]] = ("thinker", "talker", "token2wav")
-    model_type: ClassVar[str] = "qwen2_5_omni"
+    #: Of config.json.
+    model_type: ClassVar[str]
+    #: Defaults of the talker beside those of both models.
+    talker: ClassVar[Mapping[str, Any]]
+    #: Codes, or frames of codes, of a chunk from talker to vocoder.
+    talker_codes: ClassVar[int]
+    #: What the last stage has.
+    vocoder: ClassVar[Mapping[str, Any]]
 
     def matches(self, files: ModelFiles) -> bool:
         """By ``model_type``."""
@@ -92,34 +90,35 @@ class Qwen25Omni(ModelFamily):
         devices: Mapping[str, Mapping[str, Any]],
     ) -> dict[str, Any]:
         """``mapping`` with the stages that speak."""
+        vocoder = self.stages[-1]
         mapping["stages"] += [
             {
                 **shared,
                 "stage_id": "talker",
                 "engine_type": "talk",
                 "input_modalities": ["hidden_states"],
-                "engine_args": {"stream_tokens": TALKER_CODES},
+                "engine_args": {"stream_tokens": self.talker_codes},
                 "max_in_flight": in_flight,
                 "shared_parameters": SPOKEN,
-                "defaults": TALKER,
+                "defaults": {**TALKER, **self.talker},
                 **devices["talker"],
             },
             {
                 **shared,
-                "dtype": "float32",
-                "stage_id": "token2wav",
+                **self.vocoder,
+                "stage_id": vocoder,
                 "engine_type": "vocode",
                 "output_modalities": ["audio"],
                 "max_in_flight": in_flight,
-                **devices["token2wav"],
+                **devices[vocoder],
             },
         ]
         window = {"trigger": "window", "window": 1, "window_limit": MOST_BEHIND}
         mapping["edges"] += [
             {"from": "thinker.reply", "to": "talker.reply", **window},
-            {"from": "talker.codes", "to": "token2wav.codes", **window},
+            {"from": "talker.codes", "to": f"{vocoder}.codes", **window},
         ]
-        audio = {"from": "token2wav.audio", "type": "audio", "sample_rate": SAMPLE_RATE}
+        audio = {"from": f"{vocoder}.audio", "type": "audio", "sample_rate": SAMPLE_RATE}
         mapping["outputs"]["audio"] = audio
         return mapping
 
@@ -131,3 +130,26 @@ class Qwen25Omni(ModelFamily):
             return {stage: {} for stage in self.stages}
         places = ("0", "1", "1") if gpus == 2 else ("0", "1", "2")
         return {s: {"devices": [d]} for s, d in zip(self.stages, places, strict=True)}
+
+
+class Qwen25Omni(QwenOmni):
+    """Qwen2.5-Omni."""
+
+    name: ClassVar[str] = "Qwen2.5-Omni"
+    stages: ClassVar[tuple[str, ...]] = ("thinker", "talker", "token2wav")
+    model_type: ClassVar[str] = "qwen2_5_omni"
+    talker: ClassVar[Mapping[str, Any]] = {"top_k": 40, "top_p": 0.8}
+    # A block of token2wav's attention.
+    talker_codes: ClassVar[int] = 12
+    vocoder: ClassVar[Mapping[str, Any]] = {"engine": "omni-token2wav", "dtype": "float32"}
+
+
+class Qwen3Omni(QwenOmni):
+    """Qwen3-Omni."""
+
+    name: ClassVar[str] = "Qwen3-Omni"
+    stages: ClassVar[tuple[str, ...]] = ("thinker", "talker", "code2wav")
+    model_type: ClassVar[str] = "qwen3_omni_moe"
+    talker: ClassVar[Mapping[str, Any]] = {"top_k": 50}
+    talker_codes: ClassVar[int] = 5
+    vocoder: ClassVar[Mapping[str, Any]] = {"engine": "omni-code2wav"}

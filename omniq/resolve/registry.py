@@ -31,6 +31,7 @@ BUILTIN = (
     "omniq.resolve.diffusion:WanImageToVideo",
     "omniq.resolve.diffusion:OtherDiffusion",
     "omniq.resolve.qwen_omni:Qwen25Omni",
+    "omniq.resolve.qwen_omni:Qwen3Omni",
     "omniq.resolve.language_model:EmbeddingModel",
     "omniq.resolve.language_model:LanguageModel",
 )

@@ -9,92 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from omni_stages import Chunks, OmniStages, omni_stage
 from qwen_omni_reference import SEED, Reference, turn
 from tiny_qwen_omni import SAMPLES_A_CODE, make_qwen_omni, picture, sound
 
-from omniq.config import OmniStageConfig
 from omniq.engines import create_engine
-from omniq.engines.base import Chunk, Engine, NullEmit, StageInput, StageOutput, StageRequest
+from omniq.engines.base import NullEmit, StageInput, StageRequest
 from omniq.engines.omni import qwen2_5
 from omniq.engines.omni.reply import ReplyPart
 from omniq.engines.omni.windows import Overlap, Sizes, Sound, Window, Windows
 from omniq.errors import ConfigError, InvalidRequest
 
 WORDS = "a red circle above a blue square"
-STAGES = {
-    "thinker": {
-        "engine_type": "AR",
-        "engine": "omni-thinker",
-        "output_modalities": ["text", "hidden_states"],
-    },
-    "talker": {"engine_type": "talk"},
-    "token2wav": {"engine_type": "vocode"},
-}
-
-
-def stage(folder: Path, stage_id: str, **more: Any) -> OmniStageConfig:
-    settings = {"stage_id": stage_id, "model": str(folder), "max_in_flight": 8}
-    return OmniStageConfig.model_validate({**settings, **STAGES[stage_id], **more})
-
-
-class Chunks(NullEmit):
-    """Hands on the chunks of one output to the next engine, and keeps what was said."""
-
-    def __init__(self, output: str) -> None:
-        self.output, self.texts = output, []
-        self.queue: asyncio.Queue[Chunk | None] = asyncio.Queue()
-        self.tensors: list[torch.Tensor] = []
-
-    def delta(self, output: str, value: Any) -> None:
-        self.texts.append(value["text"])
-
-    async def achunk(
-        self, output: str, value: Any = None, tensors: Any = None, *, last: bool = False
-    ) -> None:
-        assert output == self.output
-        self.tensors.append(next(iter(tensors.values())))
-        self.queue.put_nowait(Chunk(len(self.tensors) - 1, value, tensors, last))
-
-    async def read(self) -> AsyncIterator[Chunk]:
-        while (chunk := await self.queue.get()) is not None:
-            yield chunk
-
-
-class Staged:
-    """The three engines."""
-
-    def __init__(self, engines: dict[str, Engine]) -> None:
-        self.engines = engines
-
-    async def whole(
-        self, params: dict[str, dict[str, Any]], **inputs: Any
-    ) -> dict[str, StageOutput]:
-        """One stage after the other, nothing streamed."""
-        given = {name: StageInput(value) for name, value in inputs.items()}
-        made: dict[str, StageOutput] = {}
-        passed = given
-        for stage_id, output in (("thinker", "reply"), ("talker", "codes"), ("token2wav", "audio")):
-            request = StageRequest("whole", params.get(stage_id, {}), stream=False)
-            done = await self.engines[stage_id].run(request, passed, NullEmit())
-            made[stage_id] = done
-            passed = {output: StageInput(tensors=done.tensors[output])}
-        return made
-
-    async def streamed(
-        self, params: dict[str, dict[str, Any]], **inputs: Any
-    ) -> tuple[dict[str, StageOutput], dict[str, Chunks]]:
-        """All stages at once, each fed by the chunks of the one before."""
-        emits = {i: Chunks(o) for i, o in zip(STAGES, ("reply", "codes", "audio"), strict=True)}
-        passed: dict[str, StageInput] = {n: StageInput(v) for n, v in inputs.items()}
-        runs = {}
-        for stage_id, emit in emits.items():
-            request = StageRequest("streamed", params.get(stage_id, {}), stream=True)
-            run = asyncio.ensure_future(self.engines[stage_id].run(request, passed, emit))
-            run.add_done_callback(lambda _, e=emit: e.queue.put_nowait(None))
-            runs[stage_id] = run
-            passed = {emit.output: StageInput(chunks=emit.read())}
-        await asyncio.gather(*runs.values())
-        return {i: r.result() for i, r in runs.items()}, emits
+STAGES = ("thinker", "talker", "token2wav")
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +35,9 @@ def reference(folder: Path) -> Reference:
 
 
 @pytest.fixture
-async def staged(folder: Path) -> AsyncIterator[Staged]:
-    engines = {i: create_engine(stage(folder, i)) for i in STAGES}
-    for engine in engines.values():
-        await engine.load()
-    yield Staged(engines)
-    for engine in engines.values():
-        await engine.unload()
+async def staged(folder: Path) -> AsyncIterator[OmniStages]:
+    async with OmniStages.loaded(folder, STAGES) as stages:
+        yield stages
 
 
 def params(tokens: int = 24, codes: int = 50, **talker: Any) -> dict[str, dict[str, Any]]:
@@ -137,7 +60,7 @@ PROMPTS = {
 
 @pytest.mark.parametrize("parts", PROMPTS.values(), ids=PROMPTS.keys())
 async def test_staged_equals_generate(
-    staged: Staged, reference: Reference, parts: list[Any]
+    staged: OmniStages, reference: Reference, parts: list[Any]
 ) -> None:
     """Text tokens and speech codes are those of ``generate``, the waveform but for rounding."""
     messages = turn(*parts)
@@ -156,7 +79,7 @@ async def test_staged_equals_generate(
 LONG = {"min_tokens": 150}
 
 
-async def test_streamed_stages_say_the_same(staged: Staged, reference: Reference) -> None:
+async def test_streamed_stages_say_the_same(staged: OmniStages, reference: Reference) -> None:
     """Each stage fed by chunks of the one before: the same text and codes as one after the other.
 
     The waveform is as long as that of the whole run. By windows it differs from it: how much is in
@@ -180,7 +103,7 @@ async def test_streamed_stages_say_the_same(staged: Staged, reference: Reference
     assert (audio - expected).std() < expected.std()
 
 
-async def test_windows_that_see_everything_change_nothing(folder: Path, staged: Staged) -> None:
+async def test_windows_that_see_everything_change_nothing(folder: Path, staged: OmniStages) -> None:
     """With enough blocks beside a window, streamed sound is that of the whole run."""
     codes = torch.randint(0, 64, (150,), generator=torch.Generator().manual_seed(3))
     inputs = {"codes": StageInput(tensors={"codes": codes})}
@@ -189,7 +112,7 @@ async def test_windows_that_see_everything_change_nothing(folder: Path, staged: 
         StageRequest("whole", seeded, stream=False), inputs, NullEmit()
     )
     args = {"past_blocks": 100, "future_blocks": 100, "overlap": 40}
-    wide = create_engine(stage(folder, "token2wav", engine_args=args))
+    wide = create_engine(omni_stage(folder, "token2wav", engine_args=args))
     await wide.load()
     said = Chunks("audio")
     streamed = await wide.run(StageRequest("wide", seeded, stream=True), inputs, said)
@@ -198,7 +121,7 @@ async def test_windows_that_see_everything_change_nothing(folder: Path, staged: 
     torch.testing.assert_close(streamed.tensors["audio"]["audio"], expected, atol=1e-5, rtol=0)
 
 
-async def test_the_vocoder_by_overlapping_stretches(staged: Staged) -> None:
+async def test_the_vocoder_by_overlapping_stretches(staged: OmniStages) -> None:
     """With an overlap as wide as its filters reach, stretches give the very sound of the whole."""
     engine: Any = staged.engines["token2wav"]
     mel = torch.randn(130, 16, generator=torch.Generator().manual_seed(5))
@@ -210,7 +133,7 @@ async def test_the_vocoder_by_overlapping_stretches(staged: Staged) -> None:
     torch.testing.assert_close(torch.cat(pieces), whole, atol=1e-5, rtol=0)
 
 
-async def test_requests_side_by_side_are_as_alone(staged: Staged) -> None:
+async def test_requests_side_by_side_are_as_alone(staged: OmniStages) -> None:
     """Several conversations at once, all stages streaming: codes and text of each as by itself."""
     asked = [turn(*parts) for parts in PROMPTS.values()]
     alone = [await staged.whole(params(codes=60, min_tokens=20), messages=m) for m in asked]
@@ -228,7 +151,7 @@ async def test_requests_side_by_side_are_as_alone(staged: Staged) -> None:
 
 @pytest.mark.parametrize("deterministic", [False, True])
 async def test_a_speaker_and_greedy_speech(
-    staged: Staged, reference: Reference, deterministic: bool
+    staged: OmniStages, reference: Reference, deterministic: bool
 ) -> None:
     """The other voice, and the likeliest code each time."""
     messages = turn(WORDS)
@@ -243,20 +166,20 @@ async def test_a_speaker_and_greedy_speech(
     torch.testing.assert_close(audio, waveform, atol=1e-4, rtol=0)
 
 
-async def test_an_answer_without_a_word_is_a_moment_of_silence(staged: Staged) -> None:
+async def test_an_answer_without_a_word_is_a_moment_of_silence(staged: OmniStages) -> None:
     made = await staged.whole(params(tokens=1), messages=turn(WORDS))
     assert len(made["talker"].tensors["codes"]["codes"]) == 0
     audio = made["token2wav"].tensors["audio"]["audio"]
     assert audio.equal(torch.zeros(SAMPLES_A_CODE))
 
 
-async def test_what_is_wrong_is_named(staged: Staged, folder: Path) -> None:
+async def test_what_is_wrong_is_named(staged: OmniStages, folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="no speaker 'Bob'; allowed: Chelsie, Ethan"):
         await staged.whole(params(speaker="Bob"), messages=turn(WORDS))
-    engine = create_engine(stage(folder, "token2wav", engine_args={"past_blocks": -1}))
+    engine = create_engine(omni_stage(folder, "token2wav", engine_args={"past_blocks": -1}))
     with pytest.raises(ConfigError, match="past_blocks must be a whole number of at least 0"):
         await engine.load()
-    engine = create_engine(stage(folder, "talker", engine_args={"stream_tokens": 0}))
+    engine = create_engine(omni_stage(folder, "talker", engine_args={"stream_tokens": 0}))
     with pytest.raises(ConfigError, match="stream_tokens must be a whole number of at least 1"):
         await engine.load()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import subprocess
 import sys
 import wave
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from qwen_omni_reference import SEED, Reference, turn
+from qwen_omni_reference import SEED, Reference, turn, wav
 from served import Served, served
 from tiny_qwen_omni import SAMPLE_RATE, SAMPLES_A_CODE, make_qwen_omni, picture, sound
 
@@ -151,6 +152,23 @@ def test_jobs_stream_text_and_sound(system: Served) -> None:
     refused = httpx.post(f"{system.url}/v1/jobs", json={**body, "outputs": ["song"]})
     assert refused.status_code == 422
     assert "must be some of text" in refused.text
+
+
+def test_the_example_runs(system: Served, tmp_path: Path) -> None:
+    """`examples/qwen_omni.py` with a picture and a sound."""
+    picture(4).save(tmp_path / "seen.png")
+    (tmp_path / "heard.wav").write_bytes(base64.b64decode(wav(sound(4))))
+    script = Path(__file__).parents[2] / "examples" / "qwen_omni.py"
+    command = [sys.executable, str(script), "What is it?", "--url", system.url, "--model", NAME]
+    files = ["--image", "seen.png", "--sound", "heard.wav", "--max-tokens", "40"]
+    done = subprocess.run(
+        [*command, *files], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "s of speech" in done.stdout
+    with wave.open(str(tmp_path / "answer.wav")) as file:
+        assert file.getframerate() == SAMPLE_RATE
+        assert file.getnframes() > 0
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,15 @@ class OmniFamily:
     processor: str
     talker: str
     """The talker's adapter here, see :mod:`omniq.engines.omni.talker`."""
+    layer: str | None = None
+    """Field of the talker's configuration that says which of the thinker's hidden states it gets of
+    the prompt; None: the last, behind the final norm."""
+
+    def prompt_layer(self, folder: Path) -> int | None:
+        """That layer for the model in ``folder``."""
+        if self.layer is None:
+            return None
+        return int(read_json(folder / "config.json")["talker_config"][self.layer])
 
 
 QWEN2_5 = OmniFamily(
@@ -26,7 +35,14 @@ QWEN2_5 = OmniFamily(
     "transformers.models.qwen2_5_omni:Qwen2_5OmniProcessor",
     "omniq.engines.omni.qwen2_5_talker:Qwen25Talker",
 )
-FAMILIES = {family.model_type: family for family in (QWEN2_5,)}
+QWEN3 = OmniFamily(
+    "qwen3_omni_moe",
+    "transformers.models.qwen3_omni_moe:Qwen3OmniMoeThinkerForConditionalGeneration",
+    "transformers.models.qwen3_omni_moe:Qwen3OmniMoeProcessor",
+    "omniq.engines.omni.qwen3_talker:Qwen3Talker",
+    "accept_hidden_layer",
+)
+FAMILIES = {family.model_type: family for family in (QWEN2_5, QWEN3)}
 
 
 def family_of(folder: Path) -> OmniFamily:

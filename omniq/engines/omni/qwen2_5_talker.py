@@ -10,7 +10,7 @@ import torch
 from omniq.engines.omni import qwen2_5
 from omniq.engines.omni.reply import ThinkerPrompt
 from omniq.engines.omni.speakers import Speakers
-from omniq.engines.omni.talker import Talker, TalkerPrompt, TalkerReply
+from omniq.engines.omni.talker import Talker, TalkerPrompt, TalkerReply, TalkerStep
 from omniq.engines.omni.weights import Rows, load_part
 
 
@@ -28,6 +28,7 @@ class Qwen25Talker(Talker):
         self.model = self._talker.model
         self.config = self._talker.config
         thinker = Qwen2_5OmniConfig.from_pretrained(folder).thinker_config
+        self.thinker_size = int(self.config.embedding_size)
         self._tokens = tokens_of(thinker, self.config)
         self.ends, self.seen = self._tokens.ends, self._tokens.seen
         self._embed = Rows(folder, "thinker.model.embed_tokens.weight", model.dtype, device)
@@ -53,9 +54,11 @@ class Qwen25Talker(Talker):
         logits[..., self._tokens.codec_bos] = -torch.inf
         return logits
 
-    def step_embeds(self, codes: list[int], rows: torch.Tensor) -> torch.Tensor:
+    def step(self, steps: list[TalkerStep]) -> tuple[torch.Tensor, list[list[int]]]:
         """See :class:`Talker`."""
-        return self._talker.thinker_to_talker_proj(self._codec(codes) + rows)
+        rows = torch.cat([s.row for s in steps])
+        embeds = self._codec([s.code for s in steps]) + rows
+        return self._talker.thinker_to_talker_proj(embeds), [[s.code] for s in steps]
 
     def _codec(self, codes: list[int]) -> torch.Tensor:
         table = self._talker.get_input_embeddings()

@@ -52,6 +52,19 @@ class TalkerReply(Protocol):
         """The rows behind the last one: [n, hidden]; the last of them repeats."""
 
 
+@dataclass(frozen=True, slots=True)
+class TalkerStep:
+    """What one request brings to a step."""
+
+    code: int
+    """Its newest."""
+    state: torch.Tensor
+    """[hidden]: the last state of the pass that gave the code."""
+    row: torch.Tensor
+    """[1, hidden of the thinker]: the answer's row."""
+    sampler: Sampler
+
+
 class Talker(abc.ABC):
     """A family's talker: its model, and what goes in and comes out at each step.
 
@@ -61,7 +74,11 @@ class Talker(abc.ABC):
         config: with ``max_position_embeddings``.
         ends: codes that end the speech.
         seen: codes that the repetition penalty takes for said before.
+        groups: codes of a frame; with more than one, the others are made in the step behind, so
+            that a code without one makes no frame.
         speakers: the voices.
+        thinker_size: width of the thinker's states.
+        example: ids of a prompt to warm up with.
     """
 
     model: Any
@@ -69,6 +86,9 @@ class Talker(abc.ABC):
     ends: tuple[int, ...]
     seen: tuple[int, ...]
     speakers: Speakers
+    thinker_size: int
+    example: tuple[int, ...] = (0, 0)
+    groups: int = 1
 
     @abc.abstractmethod
     def prompt(self, prompt: ThinkerPrompt, first: torch.Tensor, speaker: str) -> TalkerPrompt:
@@ -83,8 +103,8 @@ class Talker(abc.ABC):
         """float32 [rows, codes] of ``states`` [rows, hidden]."""
 
     @abc.abstractmethod
-    def step_embeds(self, codes: list[int], rows: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden]: what the next pass gets, of the newest codes and the answer's rows."""
+    def step(self, steps: list[TalkerStep]) -> tuple[torch.Tensor, list[list[int]]]:
+        """What the next pass gets, [rows, hidden]; and the frames that the newest codes begin."""
 
 
 @dataclass(eq=False, slots=True)
@@ -107,6 +127,9 @@ class Speech:
     """The rows behind the last one are among the rows."""
     shift: int = 0
     codes: list[int] = field(default_factory=list)
+    #: [hidden], of the pass that gave the newest code.
+    state: torch.Tensor | None = None
+    frames: list[list[int]] = field(default_factory=list)
     finish_reason: str | None = None
     unwanted: bool = False
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -148,7 +171,8 @@ class TalkerEngine(Engine):
 
     Input: ``reply`` of a thinker (:mod:`omniq.engines.omni.reply`), whole or by chunks: a step
     takes one row of it, and a request whose next row is not there yet sits the step out. Outputs:
-    tensor ``codes`` (int64 [n], without the end; by chunks of ``stream_tokens``), value
+    tensor ``codes`` (int64 [n], or [n, groups] where a frame has several, without the end; by
+    chunks of ``stream_tokens`` frames), value
     ``finish_reason`` (``stop`` or ``length``). Parameter ``speaker`` is one of the model's voices.
 
     Results are independent of the other requests but for rounding; ``deterministic`` ones have a
@@ -196,14 +220,13 @@ class TalkerEngine(Engine):
 
     async def warmup(self) -> None:
         """Say a few codes."""
-        size = self._talker.reply().end().shape[1]
-        states = torch.zeros(2, size)
+        prompt, size = self._talker.example, self._talker.thinker_size
         tensors = {
-            "prompt_token_ids": torch.zeros(2, dtype=torch.int64),
-            "prompt_positions": torch.arange(2).expand(3, 2),
-            "prompt_hidden_states": states,
-            "token_ids": torch.zeros(2, dtype=torch.int64),
-            "hidden_states": states,
+            "prompt_token_ids": torch.tensor(prompt, dtype=torch.int64),
+            "prompt_positions": torch.arange(len(prompt)).expand(3, len(prompt)),
+            "prompt_hidden_states": torch.zeros(len(prompt), size),
+            "token_ids": torch.zeros(3, dtype=torch.int64),
+            "hidden_states": torch.zeros(3, size),
         }
         params = {"max_tokens": WARMUP_TOKENS, "temperature": 0.0}
         inputs = {reply.NAME: StageInput(tensors=tensors)}
@@ -226,10 +249,9 @@ class TalkerEngine(Engine):
             reading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reading
-        codes = torch.tensor(speech.codes, dtype=torch.int64)
         return StageOutput(
             values={"finish_reason": speech.finish_reason},
-            tensors={"codes": {"codes": codes}},
+            tensors={"codes": {"codes": self._frames(speech, 0, len(speech.frames))}},
             metrics={
                 "completion_tokens": len(speech.codes),
                 "first_token_seconds": speech.first_code,
@@ -276,16 +298,21 @@ class TalkerEngine(Engine):
         while not speech.done.done():
             await speech.news.wait()
             speech.news.clear()
-            count = len(speech.codes)
+            count = len(speech.frames)
             if count - sent >= self._every and not speech.done.done():
                 await self._send(speech, sent, count)
                 sent = count
         await speech.done
-        await self._send(speech, sent, len(speech.codes), last=True)
+        await self._send(speech, sent, len(speech.frames), last=True)
+
+    def _frames(self, speech: Speech, start: int, stop: int) -> torch.Tensor:
+        frames = torch.tensor(speech.frames[start:stop], dtype=torch.int64)
+        groups = self._talker.groups
+        return frames.reshape(-1, groups) if groups > 1 else frames.reshape(-1)
 
     async def _send(self, speech: Speech, start: int, stop: int, *, last: bool = False) -> None:
         speech.emit.progress(stop, speech.budget)
-        codes = torch.tensor(speech.codes[start:stop], dtype=torch.int64)
+        codes = self._frames(speech, start, stop)
         await speech.emit.achunk("codes", tensors={"codes": codes}, last=last)
 
     # -- steps -------------------------------------------------------------------------------
@@ -388,17 +415,17 @@ class TalkerEngine(Engine):
         failed: list[tuple[Speech, Exception]] = []
         for speech, cache in self._apart.items():
             if speech.has_row:
-                embeds = self._talker.step_embeds(speech.codes[-1:], speech.take())
+                embeds = self._next([speech])
                 place = torch.tensor([cache.get_seq_length() + speech.shift])
                 self._pick(speech, self._forward(embeds[None], _along(place), cache), 0, failed)
         batched = self._batched()
         ready = {i for i, s in enumerate(batched) if s.has_row}
         if self._batch is None or not ready:
             return failed
-        # Who waits for its row has any other: what it gives is a hole in the cache.
-        spare = batched[min(ready)].rows[0]
-        rows = [s.take() if i in ready else spare for i, s in enumerate(batched)]
-        embeds = self._talker.step_embeds([s.codes[-1] for s in batched], torch.cat(rows))
+        made = self._next([s for i, s in enumerate(batched) if i in ready])
+        # Who waits for its row gets nothing: what that gives is a hole in the cache.
+        embeds = made.new_zeros(len(batched), made.shape[1])
+        embeds[sorted(ready)] = made
         places = [n + s.shift for n, s in zip(self._batch.lengths, batched, strict=True)]
         states = self._forward(
             embeds[:, None],
@@ -410,6 +437,19 @@ class TalkerEngine(Engine):
         for i in sorted(ready):
             self._pick(batched[i], states, i, failed)
         return failed
+
+    def _next(self, speeches: list[Speech]) -> torch.Tensor:
+        """What the next pass gets of those whose rows are there: [rows, hidden]."""
+        steps = []
+        for speech in speeches:
+            assert speech.state is not None, "it comes with the code"
+            row = speech.take()
+            steps.append(TalkerStep(speech.codes[-1], speech.state, row, speech.sampler))
+        embeds, frames = self._talker.step(steps)
+        if self._talker.groups > 1:
+            for speech, frame in zip(speeches, frames, strict=True):
+                speech.frames.append(frame)
+        return embeds
 
     def _forward(
         self, embeds: torch.Tensor, positions: torch.Tensor, cache: Any, **more: Any
@@ -445,6 +485,9 @@ class TalkerEngine(Engine):
             speech.finish_reason = "stop"
             return
         speech.codes.append(code)
+        speech.state = state
+        if self._talker.groups == 1:
+            speech.frames.append([code])
         if len(speech.codes) >= speech.budget:
             speech.finish_reason = "length"
 

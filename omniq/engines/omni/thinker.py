@@ -54,7 +54,20 @@ class ThinkerEngine(TransformersAREngine):
         module, _, name = self._family.thinker.partition(":")
         model = load_part(getattr(importlib.import_module(module), name), folder, **options)
         model.lm_head.register_forward_pre_hook(self._before_head)
+        self._layer_states: torch.Tensor | None = None
+        self._layer = self._family.prompt_layer(folder)
+        if self._layer is not None:
+            layers = model.model.layers
+            if not 0 < self._layer < len(layers):
+                raise ConfigError(
+                    f"{folder}: the talker wants layer {self._layer} of a thinker of {len(layers)}"
+                )
+            layers[self._layer - 1].register_forward_hook(self._behind_layer)
         return model
+
+    def _behind_layer(self, module: Any, arguments: Any, output: Any) -> None:
+        """Keep the hidden states [rows, n, hidden] that the talker wants of the prompt."""
+        self._layer_states = output[0] if isinstance(output, tuple) else output
 
     def _before_head(self, module: Any, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
         """Keep the last hidden states [rows, n, hidden]; logits are made of the last one only."""
@@ -94,7 +107,8 @@ class ThinkerEngine(TransformersAREngine):
 
     def _prompt_done(self, generation: Generation, out: Any) -> None:
         if self._want_hidden:
-            self._prompt_states[generation] = out.hidden_states[-1][0].to("cpu", copy=True)
+            states = out.hidden_states[-1] if self._layer is None else self._layer_states
+            self._prompt_states[generation] = states[0].to("cpu", copy=True)
 
     async def _follow(self, generation: Generation) -> None:
         try:

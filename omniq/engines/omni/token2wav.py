@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import threading
-import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from omniq.engines.base import Emit, Engine, NullEmit, StageInput, StageOutput, StageRequest
+from omniq.engines.base import Cancelled, NullEmit, StageInput, StageRequest
 from omniq.engines.faults import engine_faults
 from omniq.engines.inputs import refuse_input
 from omniq.engines.loading import check_engine_args, loading, part_folder
 from omniq.engines.omni.speakers import Speakers
+from omniq.engines.omni.vocoder import Utterance, VocoderEngine
 from omniq.engines.omni.weights import part_of
-from omniq.engines.omni.windows import Overlap, Sizes, Windows
+from omniq.engines.omni.windows import Overlap, Sizes, Window, Windows
 from omniq.errors import ConfigError
 
 NUM_STEPS, GUIDANCE_SCALE, SWAY_COEFFICIENT = 10, 0.5, -1.0
@@ -40,7 +41,7 @@ class Flow:
     sway_coefficient: float
 
 
-class Token2WavEngine(Engine):
+class Token2WavEngine(VocoderEngine):
     """Speech codes to a waveform.
 
     Input ``codes``: int64 [n], whole or by chunks. Output: tensor ``audio``, float32 [samples] in
@@ -59,6 +60,7 @@ class Token2WavEngine(Engine):
     """
 
     name = "omni-token2wav"
+    sample_rate = SAMPLE_RATE
 
     async def load(self) -> None:
         """Load DiT, vocoder and voices.
@@ -105,48 +107,26 @@ class Token2WavEngine(Engine):
         self._dit: Any = model.code2wav_dit_model
         self._vocoder: Any = model.code2wav_bigvgan_model
         block = int(self._dit.block_size)
-        self._sizes = Sizes(
+        self.sizes = Sizes(
             chunk=args["window_blocks"] * block,
             past=args["past_blocks"] * block,
             future=args["future_blocks"] * block,
             overlap=args["overlap"],
         )
-        self._repeats = int(self._dit.repeats)
-        self._hop = 1
-        for rate in self._vocoder.config.upsample_rates:
-            self._hop *= int(rate)
+        self.repeats = int(self._dit.repeats)
+        self.mel_size = int(self._dit.mel_dim)
+        self.most_frames = int(self._dit.config.max_position_embeddings)
+        self.hop = math.prod(int(rate) for rate in self._vocoder.config.upsample_rates)
+        self.silence = self.hop * self.repeats
 
     async def warmup(self) -> None:
         """Decode a few codes."""
         codes = StageInput(tensors={"codes": torch.zeros(WARMUP_CODES, dtype=torch.int64)})
         await self.run(StageRequest("warmup", {"num_steps": 2}), {"codes": codes}, NullEmit())
 
-    async def run(
-        self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit
-    ) -> StageOutput:
-        """Decode one utterance."""
-        started = time.perf_counter()
-        decoding = _Decoding(self, request, emit)
-        async for codes in _codes_of(inputs):
-            decoding.push(codes)
-            if request.stream:
-                await decoding.say(ended=False)
-        await decoding.say(ended=True)
-        # A file of sound is never empty: an answer without a word is silence of one code's length.
-        audio = torch.zeros(self._hop * self._repeats)
-        if decoding.said:
-            audio = torch.cat(decoding.said)
-        seconds = time.perf_counter() - started
-        length = sum(map(len, decoding.said)) / SAMPLE_RATE
-        metrics: dict[str, float | int] = {
-            "audio_seconds": length,
-            "first_packet_seconds": decoding.first - started if decoding.said else 0.0,
-            "decode_seconds": decoding.seconds,
-            "generation_seconds": seconds,
-        }
-        if length:
-            metrics["real_time_factor"] = decoding.seconds / length
-        return StageOutput(tensors={"audio": {"audio": audio}}, metrics=metrics)
+    def utterance(self, request: StageRequest) -> Utterance:
+        """See :class:`VocoderEngine`."""
+        return _Utterance(self, request)
 
     async def unload(self) -> None:
         """Free the models."""
@@ -192,16 +172,15 @@ class Token2WavEngine(Engine):
             return waveform.reshape(-1).float().cpu()
 
 
-class _Decoding:
-    """One utterance in progress."""
+class _Utterance(Utterance):
+    """Codes to spectrogram to sound, window after window."""
 
-    def __init__(self, engine: Token2WavEngine, request: StageRequest, emit: Emit) -> None:
-        self._engine, self._emit = engine, emit
-        self._flow = engine.flow_of(request.params)
-        sizes = engine._sizes
-        self._windows, self._overlap = Windows(sizes), Overlap(sizes.overlap)
+    def __init__(self, engine: Token2WavEngine, request: StageRequest) -> None:
+        super().__init__(1)
+        self._engine, self._flow = engine, engine.flow_of(request.params)
+        self._windows = Windows(engine.sizes)
+        self._overlap = Overlap(engine.sizes.overlap)
         self._stream = request.stream
-        self._codes = torch.zeros(0, dtype=torch.int64)
         # On the CPU, so that a seed means the same on every device; frame by frame it gives the
         # same numbers as all at once.
         self._noise: torch.Tensor | None = None
@@ -212,58 +191,42 @@ class _Decoding:
         else:
             self._generator.manual_seed(seed)
         self._mel: torch.Tensor | None = None
-        self._cancel = threading.Event()
-        self.said: list[torch.Tensor] = []
-        self.first = self.seconds = 0.0
 
-    def push(self, codes: torch.Tensor) -> None:
-        """Codes that have come, int64 [n]."""
-        self._codes = torch.cat([self._codes, codes])
-
-    async def say(self, *, ended: bool) -> None:
-        """Decode what can be decoded, and hand it on."""
-        engine = self._engine
-        frames = len(self._codes) * engine._repeats
-        if frames > engine._dit.config.max_position_embeddings and not self._stream:
-            most = engine._dit.config.max_position_embeddings // engine._repeats
-            refuse_input("codes", f"must be at most {most} at once, are {len(self._codes)}")
+    def sounds(self, *, ended: bool) -> Iterator[torch.Tensor]:
+        """See :class:`Utterance`."""
+        frames = len(self.codes) * self._engine.repeats
         windows = self._windows
-        if not self._stream:
+        if not self._stream:  # all at once
+            if frames > self._engine.most_frames:
+                most = self._engine.most_frames // self._engine.repeats
+                refuse_input("codes", f"must be at most {most} at once, are {len(self.codes)}")
             windows = Windows(Sizes(max(frames, 1), 0, 0, 0))
         for window in windows.ready(frames, ended=ended):
-            last = ended and window.end == frames
-            begun = time.perf_counter()
-            sound = await engine.in_thread(self._decode, window, last, cancel=self._cancel)
-            self.seconds += time.perf_counter() - begun
-            if sound is None:
-                continue
-            self.first = self.first or time.perf_counter()
-            self.said.append(sound)
-            if self._stream:
-                await self._emit.achunk("audio", tensors={"audio": sound}, last=last)
+            sound = self._decoded(window, last=ended and window.end == frames)
+            if sound is not None:
+                yield sound
 
-    def _decode(self, window: Any, last: bool) -> torch.Tensor | None:
-        repeats = self._engine._repeats
-        codes = self._codes[window.start // repeats : window.stop // repeats]
+    def _decoded(self, window: Window, *, last: bool) -> torch.Tensor | None:
+        engine = self._engine
+        codes = self.codes[window.start // engine.repeats : window.stop // engine.repeats]
         noise = self._noise_to(window.stop)[window.start :]
-        made = self._engine.mel(codes, noise, self._flow, self._cancel)
+        made = engine.mel(codes, noise, self._flow, self.cancel)
         new = made[window.begin - window.start : window.end - window.start]
         self._mel = new if self._mel is None else torch.cat([self._mel, new])
         sound = self._overlap.ready(len(self._mel), ended=last)
         if sound is None:
             return None
-        hop = self._engine._hop
-        wave = self._engine.sound(self._mel[sound.start : sound.stop])
-        return wave[(sound.begin - sound.start) * hop : (sound.end - sound.start) * hop].clone()
+        wave = engine.sound(self._mel[sound.start : sound.stop])
+        begin, end = ((at - sound.start) * engine.hop for at in (sound.begin, sound.end))
+        return wave[begin:end].clone()
 
     def _noise_to(self, frames: int) -> torch.Tensor:
         """float32 [frames, mel]; what was drawn before stays."""
-        width = self._engine._dit.mel_dim
         have = 0 if self._noise is None else len(self._noise)
         if frames > have:
-            more = torch.randn(frames - have, width, generator=self._generator)
+            more = torch.randn(frames - have, self._engine.mel_size, generator=self._generator)
             self._noise = more if self._noise is None else torch.cat([self._noise, more])
-        assert self._noise is not None
+        assert self._noise is not None, "there are frames"
         return self._noise[:frames]
 
 
@@ -282,8 +245,6 @@ def integrate(
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (  # noqa: PLC0415
         RungeKutta4ODESolver,
     )
-
-    from omniq.engines.base import Cancelled  # noqa: PLC0415
 
     cond = flow.cond[:, None].expand(len(codes), noise.shape[1], -1)
     mel = flow.mel.expand(len(codes), -1, -1)
@@ -309,25 +270,3 @@ def integrate(
     times += flow.sway_coefficient * (torch.cos(torch.pi / 2 * times) - 1 + times)
     solution: torch.Tensor = RungeKutta4ODESolver(velocity, noise).integrate(times)[-1]
     return solution
-
-
-async def _codes_of(inputs: Mapping[str, StageInput]) -> AsyncIterator[torch.Tensor]:
-    """The input ``codes`` as it comes: int64 [n].
-
-    Raises:
-        InvalidRequest: there is none, or it is something else.
-    """
-    if "codes" not in inputs:
-        refuse_input("codes", f"missing; the stage got: {', '.join(inputs) or 'nothing'}")
-    given = inputs["codes"]
-    if given.chunks is None:
-        yield _checked(given.tensor)
-        return
-    async for chunk in given.chunks:
-        yield _checked(chunk.tensors["codes"])
-
-
-def _checked(codes: torch.Tensor) -> torch.Tensor:
-    if codes.ndim != 1 or codes.is_floating_point():
-        refuse_input("codes", f"must be integers [n], is {codes.dtype} {list(codes.shape)}")
-    return codes.to("cpu", torch.int64)
