@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -121,7 +121,7 @@ class TransformersAREngine(Engine):
 
     name = "transformers"
     #: What ``engine_args`` may name.
-    arguments = ENGINE_ARGS
+    arguments: ClassVar[frozenset[str]] = ENGINE_ARGS
 
     async def load(self) -> None:
         """Load weights and tokenizer.

@@ -50,6 +50,10 @@ class BatchCache:
         to_come = torch.ones(len(self.lengths), 1, dtype=torch.bool)
         return torch.cat([self._filled, to_come], 1).to(device, torch.int64)
 
+    def positions(self, device: str) -> torch.Tensor:
+        """int64 [rows, 1]: the place of each row's next token."""
+        return torch.tensor(self.lengths, device=device)[:, None]
+
     def stepped(self, rows: Collection[int] | None = None) -> None:
         """The model has appended a column, which counts for ``rows`` (all by default)."""
         count = len(self.lengths)

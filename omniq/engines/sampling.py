@@ -152,10 +152,6 @@ class Sampler:
         self._made[token] += 1
         return token
 
-    def share_draws(self, other: Sampler) -> None:
-        """Draw from the generator of ``other`` from now on."""
-        self._generator = other._generator
-
     def logprobs(self, logits: torch.Tensor, token: int) -> list[tuple[int, float, int]]:
         """The likeliest tokens of unchanged ``logits`` [vocab], and ``token`` in any case.
 

@@ -100,10 +100,8 @@ class Qwen3Talker(Talker):
 
     def _sampler(self, of_talker: Sampler) -> Sampler:
         """Draws from the request's own generator; greedy where the talker is."""
-        greedy = of_talker.sampling.greedy
-        sampler = Sampler(Sampling(temperature=0.0) if greedy else PREDICTOR, ())
-        sampler.share_draws(of_talker)
-        return sampler
+        chosen = Sampling(temperature=0.0) if of_talker.sampling.greedy else PREDICTOR
+        return Sampler(chosen, (), generator=of_talker.generator)
 
     def _text(self, ids: torch.Tensor) -> torch.Tensor:
         return self._talker.text_projection(self._embed(ids))

@@ -54,6 +54,7 @@ class ThinkerEngine(TransformersAREngine):
         module, _, name = self._family.thinker.partition(":")
         model = load_part(getattr(importlib.import_module(module), name), folder, **options)
         model.lm_head.register_forward_pre_hook(self._before_head)
+        self._states: torch.Tensor | None = None
         self._layer_states: torch.Tensor | None = None
         self._layer = self._family.prompt_layer(folder)
         if self._layer is not None:
@@ -103,11 +104,13 @@ class ThinkerEngine(TransformersAREngine):
             input_ids=ids, past_key_values=cache, use_cache=True, position_ids=positions, **more
         )
         states, self._states = self._states, None
+        assert states is not None, "the head was asked"
         return SimpleNamespace(logits=out.logits, hidden_states=(states,))
 
     def _prompt_done(self, generation: Generation, out: Any) -> None:
         if self._want_hidden:
             states = out.hidden_states[-1] if self._layer is None else self._layer_states
+            assert states is not None, "the layer was passed"
             self._prompt_states[generation] = states[0].to("cpu", copy=True)
 
     async def _follow(self, generation: Generation) -> None:

@@ -37,7 +37,7 @@ def load_part(cls: Any, folder: Path, **options: Any) -> Any:
     transformers takes the tensors that begin with the class's own prefix.
     """
     others = [rf"^(?!{cls.base_model_prefix}\.)"]
-    quiet = type(cls.__name__, (cls,), {"_keys_to_ignore_on_load_unexpected": others})
+    quiet: Any = type(cls.__name__, (cls,), {"_keys_to_ignore_on_load_unexpected": others})
     return quiet.from_pretrained(folder, **options)
 
 
