@@ -31,11 +31,10 @@ def omni_stage(
 ) -> OmniStageConfig:
     """Configuration of a stage ``thinker`` or ``talker``, or of a vocoder by any other name."""
     settings: dict[str, Any] = {"stage_id": stage_id, "model": str(folder), "max_in_flight": 8}
-    of_type = {
-        **TYPES.get(stage_id, {"engine_type": "vocode"}),
-        **({"engine": engine} if engine else {}),
-    }
-    return OmniStageConfig.model_validate({**settings, **of_type, **more})
+    settings |= TYPES.get(stage_id, {"engine_type": "vocode"})
+    if engine is not None:
+        settings["engine"] = engine
+    return OmniStageConfig.model_validate({**settings, **more})
 
 
 class Chunks(NullEmit):

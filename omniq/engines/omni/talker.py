@@ -158,11 +158,11 @@ class Speech:
         while self.inbox:
             part = self.inbox.popleft()
             self.prompt = part.prompt or self.prompt
-            self.rows.extend(self.reply.push(part).split(1))
+            self.rows.extend(self.reply.push(part).unsqueeze(1))
         if ended and not self.closed and not self.inbox:
             if not self.codes and not self.rows:
                 self.finish_reason = "stop"  # an answer without a word
-            self.rows.extend(self.reply.end().split(1))
+            self.rows.extend(self.reply.end().unsqueeze(1))
             self.closed = True
 
 
