@@ -20,7 +20,7 @@ from omniq.engines.sampling import Sampler, Sampling, generation_defaults, refus
 from omniq.engines.stepping import Generation, Past, StepLoop
 from omniq.errors import ConfigError
 
-ENGINE_ARGS = frozenset({"attn_implementation", "chunk_frames"})
+ENGINE_ARGS = frozenset({"attn_implementation", "chunk_frames", "voices"})
 #: Of text, or of one vocabulary: a frame has a code of each of several codebooks.
 MEANINGLESS = (
     *("n", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "logprobs", "logit_bias"),
@@ -55,7 +55,8 @@ class CsmAREngine(Engine):
     depth decoder the others; one forward pass of the backbone a step for all requests in flight,
     and one of the depth decoder a code.
 
-    Inputs: ``prompt`` (text); ``voice`` (text, the speaker's number; default 0);
+    Inputs: ``prompt`` (text); ``voice`` (text: the speaker's number, or one of the names in
+    ``voices``; default 0);
     ``reference_audio`` (float32 [samples] at the codec's rate) with ``reference_text``, to speak in
     the voice of a recording. Output ``codes``: int64 [frames, codebooks], in chunks of
     ``chunk_frames`` while more are made; and the value ``finish_reason``, ``stop`` or ``length``.
@@ -65,7 +66,8 @@ class CsmAREngine(Engine):
     ``max_tokens`` counts frames. A seed gives the same codes as ``generate`` behind
     ``torch.manual_seed``.
 
-    Engine arguments: ``chunk_frames`` (default 4), ``attn_implementation``.
+    Engine arguments: ``chunk_frames`` (default 4), ``voices`` (names of speakers, to their
+    numbers), ``attn_implementation``.
     """
 
     name = "csm"
@@ -91,6 +93,13 @@ class CsmAREngine(Engine):
             raise ConfigError(
                 f"stage {self.stage.stage_id!r}: engine_args.chunk_frames: must be an integer "
                 f"from 1, is {self._chunk!r}"
+            )
+        self._voices = args.pop("voices", {})
+        numbers = self._voices.values() if isinstance(self._voices, dict) else [None]
+        if any(type(number) is not int or number < 0 for number in numbers):
+            raise ConfigError(
+                f"stage {self.stage.stage_id!r}: engine_args.voices: must map names to numbers of "
+                f"speakers from 0, is {self._voices!r}"
             )
         folder = part_folder(self.stage)
         with loading(self.stage, folder):
@@ -176,8 +185,10 @@ class CsmAREngine(Engine):
         others = Sampling.from_params({**self._others, **given})
         text = text_input(inputs, "prompt")
         voice = text_input(inputs, "voice") if "voice" in inputs else DEFAULT_VOICE
-        if not voice.isdecimal():
-            refuse_input("voice", f"must be a speaker's number, such as 0 or 1; is {voice!r}")
+        voice = str(self._voices.get(voice, voice))
+        if not (voice.isascii() and voice.isdecimal()):
+            named = "".join(f", {name}" for name in self._voices)
+            refuse_input("voice", f"must be a speaker's number: 0, 1 ...{named}; is {voice!r}")
         messages = conversation(text, voice, _reference(inputs))
         with engine_faults(f"stage {self.stage.stage_id!r}"):
             made = self._processor.apply_chat_template(

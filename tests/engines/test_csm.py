@@ -368,10 +368,25 @@ async def test_wrong_codes(codec: Engine) -> None:
         await codec.run(StageRequest("t", {}), {"codes": StageInput(chunks=none())}, NullEmit())
 
 
+async def test_voices_by_name(made: Callable[..., Path]) -> None:
+    """As the stage names them."""
+    engine = await loaded(ar_stage(made(), engine_args={"voices": {"alloy": 3}}))
+    named, numbered = [
+        codes_of(await ask(engine, {"seed": 1}, prompt=TEXT, voice=voice))
+        for voice in ("alloy", "3")
+    ]
+    assert torch.equal(named, numbered)
+    with pytest.raises(InvalidRequest, match=r"0, 1 \.\.\., alloy; is 'ash'"):
+        await ask(engine, {}, prompt=TEXT, voice="ash")
+    await engine.unload()
+
+
 async def test_models_that_do_not_fit(made: Callable[..., Path], model: Path) -> None:
     """Said at load, with what would fit."""
     with pytest.raises(ConfigError, match="chunk_frames: must be an integer from 1"):
         await loaded(ar_stage(made(), engine_args={"chunk_frames": 0}))
+    with pytest.raises(ConfigError, match="voices: must map names to numbers"):
+        await loaded(ar_stage(made(), engine_args={"voices": {"alloy": "low"}}))
     with pytest.raises(ConfigError, match="with the codec None; allowed: mimi"):
         await create_engine(decode_stage(model / "text_encoder")).load()
 
