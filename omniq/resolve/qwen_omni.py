@@ -11,6 +11,13 @@ from omniq.resolve.files import CONFIG, ModelFiles
 
 MAX_INPUT = 1 << 31
 IN_FLIGHT = 16
+#: Arguments by vLLM's names that the thinker's engine has.
+THINKER_ARGS = frozenset(
+    {
+        *("custom_chat_template", "chat_template_content_format", "default_chat_template_kwargs"),
+        *("max_model_len", "generation_config"),
+    }
+)
 #: Of ``generate`` in transformers, where a request says nothing.
 THINKER = {"temperature": 0.0, "max_tokens": 1024}
 TALKER = {"temperature": 0.9, "repetition_penalty": 1.05, "max_tokens": 4096}
@@ -41,15 +48,31 @@ class QwenOmni(ModelFamily):
         return (files.json(CONFIG) or {}).get("model_type") == self.model_type
 
     def build(self, files: ModelFiles, options: BuildOptions) -> dict[str, Any]:
-        """The three stages; vLLM's flags that the thinker's engine has are the thinker's."""
+        """The three stages; vLLM's flags that the thinker's engine has are the thinker's.
+
+        Raises:
+            ConfigError: another engine, or arguments that the thinker's lacks, are asked for.
+        """
         if options.engine == "vllm":
             raise ConfigError(
                 f"--engine vllm: the thinker of {self.name} runs on transformers",
                 hint="leave --engine out",
             )
+        if options.encoder != "diffusers":
+            raise ConfigError(
+                f"--encoder {options.encoder}: {self.name} has no text encoder that runs there",
+                hint="leave --encoder out",
+            )
         args = dict(options.engine_args)
         shared = {"model": files.model, "dtype": args.pop("dtype", "auto")}
         in_flight = args.pop("max_num_seqs", IN_FLIGHT)
+        if unknown := sorted(set(args) - THINKER_ARGS):
+            named = ", ".join(f"--{name.replace('_', '-')}" for name in unknown)
+            raise ConfigError(
+                f"{named}: the thinker of {self.name} runs on transformers, which has only "
+                f"{', '.join(sorted(THINKER_ARGS))}",
+                hint="--stage-overrides gives each stage its own",
+            )
         devices = self.devices(options.gpus)
         speaks = bool((files.json(CONFIG) or {}).get("enable_audio_output", True))
         inputs = {

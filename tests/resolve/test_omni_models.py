@@ -52,8 +52,11 @@ def test_flags_are_the_thinkers(tmp_path: Path) -> None:
     assert [s.dtype for s in pipeline.stages] == ["bfloat16", "bfloat16", "float32"]
     assert {s.max_in_flight for s in pipeline.stages} == {3}
     assert "max_model_len" not in {**talker.engine_args, **token2wav.engine_args}
-    with pytest.raises(ConfigError, match="thinker of Qwen2.5-Omni runs on transformers"):
+    with pytest.raises(ConfigError, match=r"thinker of Qwen2\.5-Omni runs"):
         resolved(tmp_path, {"model_type": "qwen2_5_omni"}, engine="vllm")
+    with pytest.raises(ConfigError, match="--tensor-parallel-size: the thinker"):
+        refused = {"tensor_parallel_size": 2}
+        resolved(tmp_path, {"model_type": "qwen3_omni_moe"}, engine_args=refused)
 
 
 def test_a_model_without_speech_has_a_thinker_only(tmp_path: Path) -> None:
