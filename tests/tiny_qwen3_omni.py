@@ -110,6 +110,7 @@ def _config(tokenizer: Any) -> Any:
         },
         "num_code_groups": GROUPS,
         "thinker_hidden_size": HIDDEN,
+        "spatial_merge_size": 2,
         "accept_hidden_layer": LAYER,
         **{f"codec_{name}_{'token_' if name == 'eos' else ''}id": i for name, i in CODEC.items()},
         "speaker_id": SPEAKERS,

@@ -14,7 +14,7 @@ from qwen_omni_reference import SEED, Reference, turn
 from tiny_qwen_omni import SAMPLES_A_CODE, make_qwen_omni, picture, sound
 
 from omniq.engines import create_engine
-from omniq.engines.base import NullEmit, StageInput, StageRequest
+from omniq.engines.base import Chunk, NullEmit, StageInput, StageRequest
 from omniq.engines.omni import qwen2_5
 from omniq.engines.omni.reply import ReplyPart
 from omniq.engines.omni.windows import Overlap, Sizes, Sound, Window, Windows
@@ -121,6 +121,23 @@ async def test_windows_that_see_everything_change_nothing(folder: Path, staged: 
     torch.testing.assert_close(streamed.tensors["audio"]["audio"], expected, atol=1e-5, rtol=0)
 
 
+async def test_nothing_is_lost_at_the_end(folder: Path) -> None:
+    """An utterance of whole windows, where nothing is looked at behind them: all of it is heard."""
+    codes = torch.randint(0, 64, (36,), generator=torch.Generator().manual_seed(3))
+    args = {"future_blocks": 0, "window_blocks": 1}
+    engine = create_engine(omni_stage(folder, "token2wav", engine_args=args))
+    await engine.load()
+
+    async def chunks() -> AsyncIterator[Chunk]:
+        for i, part in enumerate(codes.split(12)):
+            yield Chunk(i, tensors={"codes": part})
+
+    inputs = {"codes": StageInput(chunks=chunks())}
+    made = await engine.run(StageRequest("all", {"seed": SEED}), inputs, Chunks("audio"))
+    await engine.unload()
+    assert len(made.tensors["audio"]["audio"]) == len(codes) * SAMPLES_A_CODE
+
+
 async def test_the_vocoder_by_overlapping_stretches(staged: OmniStages) -> None:
     """With an overlap as wide as its filters reach, stretches give the very sound of the whole."""
     engine: Any = staged.engines["token2wav"]
@@ -200,14 +217,14 @@ def test_reply_rows_come_when_the_next_token_is_there() -> None:
 def test_windows_of_the_models_own_streaming_code() -> None:
     """Sizes of Qwen's code: 72 frames at once, 48 before, 24 behind; the last takes the rest."""
     windows = Windows(Sizes(chunk=72, past=48, future=24, overlap=20))
-    assert list(windows.ready(96, ended=False)) == []
-    assert list(windows.ready(98, ended=False)) == [Window(0, 96, 0, 72)]
-    assert list(windows.ready(168, ended=False)) == []
-    assert list(windows.ready(250, ended=False)) == [Window(24, 168, 72, 144)]
-    assert list(windows.ready(250, ended=True)) == [
+    assert list(windows.ready(94, ended=False)) == []
+    assert list(windows.ready(96, ended=False)) == [Window(0, 96, 0, 72)]
+    assert list(windows.ready(166, ended=False)) == []
+    assert list(windows.ready(250, ended=False)) == [
+        Window(24, 168, 72, 144),
         Window(96, 240, 144, 216),
-        Window(168, 250, 216, 250),
     ]
+    assert list(windows.ready(250, ended=True)) == [Window(168, 250, 216, 250)]
     overlap = Overlap(20)
     assert overlap.ready(72, ended=False) == Sound(0, 72, 0, 52)
     assert overlap.ready(144, ended=False) == Sound(32, 144, 52, 124)

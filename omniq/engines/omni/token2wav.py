@@ -202,23 +202,28 @@ class _Utterance(Utterance):
                 refuse_input("codes", f"must be at most {most} at once, are {len(self.codes)}")
             windows = Windows(Sizes(max(frames, 1), 0, 0, 0))
         for window in windows.ready(frames, ended=ended):
-            sound = self._decoded(window, last=ended and window.end == frames)
-            if sound is not None:
-                yield sound
+            self._decode(window)
+            yield from self._sound(ended=ended and window.end == frames)
+        if ended:  # where no window was left
+            yield from self._sound(ended=True)
 
-    def _decoded(self, window: Window, *, last: bool) -> torch.Tensor | None:
+    def _decode(self, window: Window) -> None:
+        """More of the spectrogram."""
         engine = self._engine
         codes = self.codes[window.start // engine.repeats : window.stop // engine.repeats]
         noise = self._noise_to(window.stop)[window.start :]
         made = engine.mel(codes, noise, self._flow, self.cancel)
         new = made[window.begin - window.start : window.end - window.start]
         self._mel = new if self._mel is None else torch.cat([self._mel, new])
-        sound = self._overlap.ready(len(self._mel), ended=last)
-        if sound is None:
-            return None
-        wave = engine.sound(self._mel[sound.start : sound.stop])
-        begin, end = ((at - sound.start) * engine.hop for at in (sound.begin, sound.end))
-        return wave[begin:end].clone()
+
+    def _sound(self, *, ended: bool) -> Iterator[torch.Tensor]:
+        """What the spectrogram gives that has not been heard."""
+        known = 0 if self._mel is None else len(self._mel)
+        part = self._overlap.ready(known, ended=ended)
+        if part is not None and self._mel is not None:
+            wave = self._engine.sound(self._mel[part.start : part.stop])
+            begin, end = ((at - part.start) * self._engine.hop for at in (part.begin, part.end))
+            yield wave[begin:end].clone()
 
     def _noise_to(self, frames: int) -> torch.Tensor:
         """float32 [frames, mel]; what was drawn before stays."""

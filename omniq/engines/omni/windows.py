@@ -46,7 +46,7 @@ class Windows:
             ended: none will follow: the last window holds all that is left.
         """
         sizes = self._sizes
-        while known > self._begin + sizes.chunk + sizes.future:
+        while known >= self._begin + sizes.chunk + sizes.future:
             end = self._begin + sizes.chunk
             yield Window(max(self._begin - sizes.past, 0), end + sizes.future, self._begin, end)
             self._begin = end
