@@ -184,6 +184,7 @@ class AsyncOmniLLM:
         raise_on_error: bool = True,
         priority: int = 5,
         timeout: float | None = None,
+        outputs: Sequence[str] | None = None,
         **more: Any,
     ) -> OmniRequestOutput:
         """Serve one request; cancelling this call cancels the job.
@@ -191,6 +192,7 @@ class AsyncOmniLLM:
         Args:
             parameters, more: the pipeline's parameters (``seed=1, num_inference_steps=20``).
             timeout: seconds within which the job must have ended, else it expires.
+            outputs: only these of the pipeline's; stages that none of them needs do not run.
 
         Raises:
             InvalidRequest: naming every faulty field.
@@ -205,6 +207,7 @@ class AsyncOmniLLM:
             timeout=timeout,
             stream=False,
             awaited=True,
+            outputs=outputs,
         )
         try:
             return await self.result(job_id, raise_on_error=raise_on_error)
@@ -220,6 +223,7 @@ class AsyncOmniLLM:
         raise_on_error: bool = True,
         priority: int = 5,
         timeout: float | None = None,
+        outputs: Sequence[str] | None = None,
         **more: Any,
     ) -> AsyncIterator[OmniRequestOutput]:
         """As :meth:`generate`, yielding the output as it grows; the last one is finished.
@@ -228,7 +232,9 @@ class AsyncOmniLLM:
         ``total``, ``previews`` if ``preview_every`` asks for them. Leaving the loop early and
         closing the iterator cancels the job.
         """
-        job_id = await self.submit(prompt, parameters, priority=priority, timeout=timeout, **more)
+        job_id = await self.submit(
+            prompt, parameters, priority=priority, timeout=timeout, outputs=outputs, **more
+        )
         finished = False
         try:
             output = await self.poll(job_id)
@@ -255,6 +261,7 @@ class AsyncOmniLLM:
         timeout: float | None = None,
         metadata: dict[str, str] | None = None,
         stream: bool = True,
+        outputs: Sequence[str] | None = None,
         **more: Any,
     ) -> str:
         """Enqueue one request and return its job id; it runs whether or not anybody waits.
@@ -262,6 +269,7 @@ class AsyncOmniLLM:
         Args:
             stream: whether its events shall tell pieces of text before the whole is there, which
                 costs an engine a little for each.
+            outputs: as of :meth:`generate`.
 
         Raises:
             InvalidRequest, BrokerUnavailable: as :meth:`generate`.
@@ -273,6 +281,7 @@ class AsyncOmniLLM:
             timeout=timeout,
             metadata=metadata,
             stream=stream,
+            outputs=outputs,
         )
 
     async def _submit(self, prompt: Prompt, parameters: dict[str, Any], **options: Any) -> str:

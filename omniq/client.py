@@ -60,6 +60,7 @@ class OmniLLM:
         raise_on_error: bool = True,
         priority: int = 5,
         timeout: float | None = None,
+        outputs: Sequence[str] | None = None,
         **more: Any,
     ) -> list[OmniRequestOutput]:
         """Serve all prompts, submitted at once so that the stages overlap; results in their order.
@@ -69,6 +70,7 @@ class OmniLLM:
 
         Args:
             parameters: for all prompts, or one mapping for each.
+            outputs: only these of the pipeline's; stages that none of them needs do not run.
             more: parameters for all prompts; they win over ``parameters``.
 
         Raises:
@@ -77,26 +79,29 @@ class OmniLLM:
             NotReady, BrokerUnavailable: as :meth:`AsyncOmniLLM.generate`.
         """
         requests = _requests(prompts, parameters, more)
-        outputs = self._call(self._generate(requests, priority, timeout))
-        failed = [o for o in outputs if o.state is not JobState.SUCCEEDED]
+        made = self._call(self._generate(requests, priority, timeout, outputs))
+        failed = [o for o in made if o.state is not JobState.SUCCEEDED]
         if failed and raise_on_error:
             try:
                 failed[0].raise_for_state()
             except JobFailed as exc:
                 exc.details["failed"] = [o.job_id for o in failed]
                 raise
-        return outputs
+        return made
 
     async def _generate(
         self,
         requests: list[tuple[Prompt, dict[str, Any]]],
         priority: int,
         timeout: float | None,
+        outputs: Sequence[str] | None,
     ) -> list[OmniRequestOutput]:
         llm = self._llm
         read = [(await llm.prepare(p, q), q) for p, q in requests]
         submits = [
-            asyncio.create_task(llm.submit(p, q, priority=priority, timeout=timeout, stream=False))
+            asyncio.create_task(
+                llm.submit(p, q, priority=priority, timeout=timeout, stream=False, outputs=outputs)
+            )
             for p, q in read
         ]
         try:

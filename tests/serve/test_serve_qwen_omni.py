@@ -181,6 +181,7 @@ def test_the_example_runs(system: Served, tmp_path: Path) -> None:
             "must be pcm16",
         ),
         ({"modalities": ["smell"]}, "modalities"),
+        ({"modalities": ["text", "audio"], "n": 2, "temperature": 1}, "n must be 1"),
         ({"guidance": 3}, "unknown field"),
     ],
 )

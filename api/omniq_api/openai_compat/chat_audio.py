@@ -34,6 +34,8 @@ def wants_audio(body: ChatRequest, model: ServedModel) -> bool:
         return False
     if model.audio is None:
         raise unable(model, "makes no sound", "modalities")
+    if body.more.get("n") not in (None, 1):
+        raise OpenAIError(400, "n must be 1 where an answer is spoken", param="n")
     form = form_of(body)
     if body.stream and form != PCM:
         message = f"a stream's audio.format must be {PCM}, not {form!r}"
