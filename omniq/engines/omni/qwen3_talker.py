@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,7 +12,7 @@ from omniq.engines.omni import qwen3, reply
 from omniq.engines.omni.reply import ThinkerPrompt
 from omniq.engines.omni.speakers import Speakers
 from omniq.engines.omni.talker import Talker, TalkerPrompt, TalkerReply, TalkerStep
-from omniq.engines.omni.weights import Rows, load_part
+from omniq.engines.omni.weights import Rows
 from omniq.engines.sampling import Sampler, Sampling
 
 #: Codes at the vocabulary's end that are never drawn, but for the end of speech.
@@ -27,13 +27,9 @@ class Qwen3Talker(Talker):
     """
 
     def __init__(self, folder: Path, device: str, **options: Any) -> None:
-        from transformers import (  # noqa: PLC0415 - slow import
-            Qwen3OmniMoeConfig,
-            Qwen3OmniMoeTalkerForConditionalGeneration,
-        )
+        from transformers import Qwen3OmniMoeConfig  # noqa: PLC0415 - slow import
 
-        model = load_part(Qwen3OmniMoeTalkerForConditionalGeneration, folder, **options)
-        self._talker = model.to(device).eval()
+        self._talker = _talker_of(folder, **options).to(device).eval()
         self._predictor = self._talker.code_predictor
         self.model, self.config = self._talker.model, self._talker.config.text_config
         whole = Qwen3OmniMoeConfig.from_pretrained(folder)
@@ -46,7 +42,7 @@ class Qwen3Talker(Talker):
         self.example = (tokens.im_start, tokens.user, 0, tokens.im_start, tokens.assistant, 0)
         self.ends, self.seen = (talker.codec_eos_token_id,), ()
         self.groups = int(talker.num_code_groups)
-        self._embed = Rows(folder, "thinker.model.embed_tokens.weight", model.dtype, device)
+        self._embed = Rows(folder, "thinker.model.embed_tokens.weight", self._talker.dtype, device)
 
     def prompt(self, prompt: ThinkerPrompt, first: torch.Tensor, speaker: str) -> TalkerPrompt:
         """See :class:`Talker`."""
@@ -108,6 +104,29 @@ class Qwen3Talker(Talker):
 
     def _hidden(self, states: torch.Tensor) -> torch.Tensor:
         return self._talker.hidden_projection(states.to(self._talker.device, self._talker.dtype))
+
+
+def _talker_of(folder: Path, **options: Any) -> Any:
+    """The talker of the model in ``folder``, loaded as a part of the whole: transformers knows how
+    to join the weights of experts for that one only.
+    """
+    from transformers import Qwen3OmniMoeConfig  # noqa: PLC0415 - slow import
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (  # noqa: PLC0415
+        Qwen3OmniMoePreTrainedModel,
+        Qwen3OmniMoeTalkerForConditionalGeneration,
+    )
+
+    class Part(Qwen3OmniMoePreTrainedModel):  # type: ignore[misc]
+        config_class = Qwen3OmniMoeConfig
+        _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^(?!talker\.)"]
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            talker = config.talker_config
+            self.talker = Qwen3OmniMoeTalkerForConditionalGeneration._from_config(talker)
+            self.post_init()
+
+    return Part.from_pretrained(folder, **options).talker
 
 
 def tokens_of(config: Any) -> qwen3.Tokens:
