@@ -48,10 +48,10 @@ def main() -> None:
         for chunk in stream:
             for choice in chunk.choices:
                 print(choice.delta.content or "", end="", flush=True)
-                audio = getattr(choice.delta, "audio", None) or {}
-                if data := audio.get("data"):
+                audio = getattr(choice.delta, "audio", None)
+                if audio and audio.data:
                     heard = heard or time.perf_counter() - started
-                    file.writeframes(base64.b64decode(data))
+                    file.writeframes(base64.b64decode(audio.data))
         seconds = file.getnframes() / SAMPLE_RATE
     print(f"\n{asked.out}: {seconds:.2f} s of speech, the first after {heard:.2f} s")
 

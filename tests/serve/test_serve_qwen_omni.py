@@ -116,12 +116,12 @@ def test_sound_comes_before_the_text_has_ended(system: Served, client: openai.Op
     assert kinds.index("text") < kinds.index("audio")
     assert kinds.index("audio") < len(kinds) - 1 - kinds[::-1].index("text")
     audio = [value for kind, value in parts if kind == "audio"]
-    data = b"".join(base64.b64decode(a["data"]) for a in audio[:-1])
+    data = b"".join(base64.b64decode(a.data) for a in audio[:-1])
     assert len(data) == 2 * 200 * SAMPLES_A_CODE
     assert len(audio) > 3
     text = "".join(value for kind, value in parts if kind == "text")
-    assert audio[-1]["transcript"] == text
-    assert {a["id"] for a in audio} == {audio[0]["id"]}
+    assert audio[-1].transcript == text
+    assert {a.id for a in audio} == {audio[0].id}
     assert finish == "length"
     assert usage is not None
     assert usage.completion_tokens == 900
