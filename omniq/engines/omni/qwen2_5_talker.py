@@ -23,7 +23,7 @@ class Qwen25Talker(Talker):
             Qwen2_5OmniTalkerForConditionalGeneration,
         )
 
-        model = load_part(Qwen2_5OmniTalkerForConditionalGeneration, folder, **options)
+        model = load_part(Qwen2_5OmniTalkerForConditionalGeneration, folder, "talker", **options)
         self._talker = model.to(device).eval()
         self.model = self._talker.model
         self.config = self._talker.config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -12,7 +12,7 @@ from omniq.engines.omni import qwen3, reply
 from omniq.engines.omni.reply import ThinkerPrompt
 from omniq.engines.omni.speakers import Speakers
 from omniq.engines.omni.talker import Talker, TalkerPrompt, TalkerReply, TalkerStep
-from omniq.engines.omni.weights import Rows
+from omniq.engines.omni.weights import Rows, load_part
 from omniq.engines.sampling import Sampler, Sampling
 
 #: Codes at the vocabulary's end that are never drawn, but for the end of speech.
@@ -117,8 +117,8 @@ def _talker_of(folder: Path, **options: Any) -> Any:
     )
 
     class Part(Qwen3OmniMoePreTrainedModel):  # type: ignore[misc]
+        __module__ = Qwen3OmniMoePreTrainedModel.__module__  # see load_part
         config_class = Qwen3OmniMoeConfig
-        _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^(?!talker\.)"]
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
@@ -126,7 +126,7 @@ def _talker_of(folder: Path, **options: Any) -> Any:
             self.talker = Qwen3OmniMoeTalkerForConditionalGeneration._from_config(talker)
             self.post_init()
 
-    return Part.from_pretrained(folder, **options).talker
+    return load_part(Part, folder, "talker", **options).talker
 
 
 def tokens_of(config: Any) -> qwen3.Tokens:

@@ -52,7 +52,8 @@ class ThinkerEngine(TransformersAREngine):
     def _load_model(self, folder: Path, options: Mapping[str, Any]) -> Any:
         self._family = family_of(folder)
         module, _, name = self._family.thinker.partition(":")
-        model = load_part(getattr(importlib.import_module(module), name), folder, **options)
+        cls = getattr(importlib.import_module(module), name)
+        model = load_part(cls, folder, "thinker", **options)
         model.lm_head.register_forward_pre_hook(self._before_head)
         self._states: torch.Tensor | None = None
         self._layer_states: torch.Tensor | None = None

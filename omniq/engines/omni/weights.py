@@ -31,14 +31,32 @@ def files_of(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(weights.keys(), folder / SINGLE)
 
 
-def load_part(cls: Any, folder: Path, **options: Any) -> Any:
+def load_part(cls: Any, folder: Path, prefix: str, **options: Any) -> Any:
     """``cls.from_pretrained`` of one part of an omni checkpoint, in silence about the others.
 
-    transformers takes the tensors that begin with the class's own prefix.
+    Args:
+        cls: takes the tensors whose names begin with ``prefix``.
+        folder: of the whole checkpoint.
+        prefix: of the part.
+        options: of ``from_pretrained``.
+
+    Raises:
+        ConfigError: tensors are missing.
     """
-    others = [rf"^(?!{cls.base_model_prefix}\.)"]
-    quiet: Any = type(cls.__name__, (cls,), {"_keys_to_ignore_on_load_unexpected": others})
-    return quiet.from_pretrained(folder, **options)
+    quiet: Any = type(
+        cls.__name__,
+        (cls,),
+        {
+            "_keys_to_ignore_on_load_unexpected": [rf"^(?!{prefix}\.)"],
+            # transformers looks at where a class comes from: it joins the weights of experts for
+            # its own only, and reads in the source which attention there is.
+            "__module__": cls.__module__,
+        },
+    )
+    model, found = quiet.from_pretrained(folder, output_loading_info=True, **options)
+    if missing := sorted(found["missing_keys"]):
+        raise ConfigError(f"{folder} lacks {len(missing)} tensors of {prefix}: {missing[0]}, ...")
+    return model
 
 
 def part_of(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
