@@ -64,9 +64,8 @@ def prompt_embeds(
 
 
 def positions_behind(positions: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 [3, count]: the positions that follow ``positions`` [3, P] in text."""
-    begin = int(positions.max()) + 1
-    return torch.arange(begin, begin + count).expand(3, count)
+    """[3, count]: the positions that follow ``positions`` [3, P] in text."""
+    return (positions.max() + 1 + torch.arange(count)).expand(3, count)
 
 
 class ReplyRows:
