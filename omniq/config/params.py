@@ -300,13 +300,14 @@ class VocodeParams(StageParams):
     )  # fmt: skip
 
 
+#: Of a name that several have, the last one is what ``more_parameters`` mean.
 PARAMS: dict[str, type[StageParams]] = {
+    "talk": TalkParams,
+    "vocode": VocodeParams,
     "AR": ARParams,
     "encode": EncodeParams,
     "DiT": DiTParams,
     "decode": DecodeParams,
-    "talk": TalkParams,
-    "vocode": VocodeParams,
 }
 
 
