@@ -107,9 +107,10 @@ PROMPTS = {
     "image": turn(picture(1, 64, 96), "What is it?"),
     "turns": [
         {"role": "system", "content": "You see."},
-        *turn(picture(2, 64, 64), "and", sound(2, 2.0)),
+        *turn(picture(2, 64, 64), "What is it?"),
         {"role": "assistant", "content": "A green star."},
-        *turn("And now?", sound(3)),
+        # No sound beside pictures: the reference's talker then fails on its own configuration.
+        *turn("And now?", picture(3, 96, 64)),
     ],
 }
 
@@ -160,23 +161,27 @@ async def test_streamed_stages_say_the_same(staged: OmniStages) -> None:
 
 
 async def test_windows_that_see_everything_change_nothing(folder: Path) -> None:
-    """code2wav is causal: with all that was before in each window nothing differs."""
+    """code2wav is causal: with all that was before in each window nothing differs.
+
+    In double precision, where rounding does not hide it: in float32 other shapes round otherwise.
+    """
     codes = torch.randint(0, 64, (70, GROUPS), generator=torch.Generator().manual_seed(3))
     inputs = {"codes": StageInput(tensors={"codes": codes})}
     args = {"context_frames": 1000, "window_frames": 9}
-    wide = create_engine(omni_stage(folder, "code2wav", "omni-code2wav", engine_args=args))
+    wide: Any = create_engine(omni_stage(folder, "code2wav", "omni-code2wav", engine_args=args))
     await wide.load()
+    wide._model.double()
     streamed, whole = [
         (await wide.run(StageRequest("wide", {}, stream=s), inputs, NullEmit())).tensors["audio"]
         for s in (True, False)
     ]
     await wide.unload()
     assert len(whole["audio"]) > 69 * SAMPLES_A_FRAME
-    torch.testing.assert_close(streamed["audio"], whole["audio"], atol=1e-5, rtol=0)
+    torch.testing.assert_close(streamed["audio"], whole["audio"], atol=1e-6, rtol=0)
 
 
 async def test_an_unknown_voice_is_refused(staged: OmniStages) -> None:
-    with pytest.raises(InvalidRequest, match="no speaker 'Bob'; allowed: ethan, chelsie"):
+    with pytest.raises(InvalidRequest, match="no speaker 'Bob'; allowed: chelsie, ethan"):
         await staged.whole(params(speaker="Bob"), messages=PROMPTS["text"])
 
 
