@@ -191,6 +191,7 @@ class AsyncOmniLLM:
         priority: int = 5,
         timeout: float | None = None,
         idempotency_key: str | None = None,
+        outputs: Sequence[str] | None = None,
         **more: Any,
     ) -> OmniRequestOutput:
         """Serve one request; cancelling this call cancels the job.
@@ -200,6 +201,7 @@ class AsyncOmniLLM:
             timeout: seconds within which the job must have ended, else it expires.
             idempotency_key: as in :meth:`submit`; with it the job goes on when the call is
                 cancelled.
+            outputs: only these of the pipeline's; stages that none of them needs do not run.
 
         Raises:
             InvalidRequest: naming every faulty field.
@@ -216,6 +218,7 @@ class AsyncOmniLLM:
             stream=False,
             awaited=True,
             idempotency_key=idempotency_key,
+            outputs=outputs,
         )
         try:
             return await self.result(job_id, raise_on_error=raise_on_error)
@@ -233,6 +236,7 @@ class AsyncOmniLLM:
         priority: int = 5,
         timeout: float | None = None,
         idempotency_key: str | None = None,
+        outputs: Sequence[str] | None = None,
         **more: Any,
     ) -> AsyncIterator[OmniRequestOutput]:
         """As :meth:`generate`, yielding the output as it grows; the last one is finished.
@@ -246,6 +250,7 @@ class AsyncOmniLLM:
             parameters,
             priority=priority,
             timeout=timeout,
+            outputs=outputs,
             idempotency_key=idempotency_key,
             **more,
         )
@@ -278,6 +283,7 @@ class AsyncOmniLLM:
         idempotency_key: str | None = None,
         webhook: Webhook | None = None,
         patient: bool = False,
+        outputs: Sequence[str] | None = None,
         **more: Any,
     ) -> str:
         """Enqueue one request and return its job id; it runs whether or not anybody waits.
@@ -289,6 +295,7 @@ class AsyncOmniLLM:
                 job, however often it is sent.
             webhook: is told of the job's end by the processes of the API.
             patient: wait for room as long as the system has none.
+            outputs: as of :meth:`generate`.
 
         Raises:
             InvalidRequest, Overloaded, BrokerUnavailable: as :meth:`generate`.
@@ -304,6 +311,7 @@ class AsyncOmniLLM:
             idempotency_key=idempotency_key,
             webhook=webhook,
             patient=patient,
+            outputs=outputs,
         )
 
     async def _submit(

@@ -61,6 +61,7 @@ class OmniLLM:
         priority: int = 5,
         timeout: float | None = None,
         idempotency_key: str | None = None,
+        outputs: Sequence[str] | None = None,
         **more: Any,
     ) -> list[OmniRequestOutput]:
         """Serve all prompts, submitted at once so that the stages overlap; results in their order.
@@ -72,6 +73,7 @@ class OmniLLM:
 
         Args:
             parameters: for all prompts, or one mapping for each.
+            outputs: only these of the pipeline's; stages that none of them needs do not run.
             more: parameters for all prompts; they win over ``parameters``.
             idempotency_key: as of :meth:`AsyncOmniLLM.submit`, of the call: each prompt has its own
                 by its number.
@@ -82,21 +84,22 @@ class OmniLLM:
             NotReady, BrokerUnavailable: as :meth:`AsyncOmniLLM.generate`.
         """
         requests = _requests(prompts, parameters, more)
-        outputs = self._call(self._generate(requests, priority, timeout, idempotency_key))
-        failed = [o for o in outputs if o.state is not JobState.SUCCEEDED]
+        made = self._call(self._generate(requests, priority, timeout, outputs, idempotency_key))
+        failed = [o for o in made if o.state is not JobState.SUCCEEDED]
         if failed and raise_on_error:
             try:
                 failed[0].raise_for_state()
             except JobFailed as exc:
                 exc.details["failed"] = [o.job_id for o in failed]
                 raise
-        return outputs
+        return made
 
     async def _generate(
         self,
         requests: list[tuple[Prompt, dict[str, Any]]],
         priority: int,
         timeout: float | None,
+        outputs: Sequence[str] | None,
         key: str | None,
     ) -> list[OmniRequestOutput]:
         llm = self._llm
@@ -110,6 +113,7 @@ class OmniLLM:
                     priority=priority,
                     timeout=timeout,
                     stream=False,
+                    outputs=outputs,
                     idempotency_key=None if key is None else f"{key}#{number}",
                     patient=True,
                 )

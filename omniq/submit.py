@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,7 @@ async def submit(
     awaited: bool = False,
     idempotency_key: str | None = None,
     webhook: webhooks.Webhook | None = None,
+    outputs: Sequence[str] | None = None,
 ) -> JobRecord:
     """Validate one job, then record and enqueue it in one step: never one without the other.
 
@@ -47,6 +49,7 @@ async def submit(
     A job that has not ended within ``timeout`` seconds expires. Pictures and tensors among the
     inputs become blobs, which the job's end frees. A seed that is not given is drawn here, once, so
     that retries and all stages use the same one.
+    Of ``outputs`` the pipeline's others are not made: stages that none of them needs do not run.
     With ``stream`` off engines need not say text before it is whole, which costs them less.
     ``awaited``: the caller will wait for the job's end at once (:meth:`JobStore.wait`).
     ``idempotency_key``: a request with the same key and the same content that comes again, at the
@@ -72,10 +75,12 @@ async def submit(
         metadata=metadata or {},
         stream=stream,
         share=store.share,
+        outputs=outputs,
     )
     again = None
     if idempotency_key is not None:
-        asked = (pipeline, inputs, parameters or {}, priority, timeout, metadata or {})
+        wanted = None if outputs is None else sorted(outputs)
+        asked = (pipeline, inputs, parameters or {}, priority, timeout, metadata or {}, wanted)
         again = _again(idempotency_key, asked, webhook)
     hook = None if webhook is None else await webhooks.checked(webhook)
     nbytes = 0
@@ -173,6 +178,7 @@ def make_spec(
     metadata: dict[str, str],
     stream: bool = True,
     share: Share | None = None,
+    outputs: Sequence[str] | None = None,
 ) -> JobSpec:
     """The job a valid request of that tenant describes, with a new id.
 
@@ -192,6 +198,14 @@ def make_spec(
             f"timeout: must be seconds above 0; got {timeout!r}",
             fields=[{"field": "timeout", "message": "must be seconds above 0"}],
         )
+    wanted = list(config.outputs) if outputs is None else list(outputs)
+    if not wanted or (unknown := [name for name in wanted if name not in config.outputs]):
+        message = f"must be some of {', '.join(config.outputs)}" + (
+            f"; got {unknown[0]!r}" if wanted else ""
+        )
+        raise InvalidRequest(
+            f"outputs: {message}", fields=[{"field": "outputs", "message": message}]
+        )
     complete = validate_request(config, inputs, parameters)
     seed = secrets.randbelow(2**32)
     for stage in config.takers.get("seed", ()):
@@ -203,7 +217,7 @@ def make_spec(
         pipeline_version=config.version,
         inputs=inputs,
         parameters=complete,
-        stages=config.topological_order(),
+        stages=config.topological_order() if outputs is None else config.stages_for(wanted),
         priority=priority,
         tenant=share.tenant,
         deadline=None if timeout is None else created + timeout,

@@ -70,6 +70,13 @@ class JobRequest(BaseModel):
         description="Parameters by name; each stage takes those it knows. An object under a stage "
         'id is for that stage only: `{"seed": 1, "ar": {"seed": 2}}`.',
     )
+    outputs: list[str] | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_KEYS,
+        description="Only these of the pipeline's outputs; stages that none of them needs do not "
+        "run. Default: all.",
+    )
     priority: int = Field(5, ge=0, le=9, strict=True, description="9 is served first.")
     timeout: float | None = Field(
         None,

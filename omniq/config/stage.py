@@ -27,6 +27,8 @@ class EngineType(StrEnum):
     DIT = "DiT"
     DECODE = "decode"
     ENCODE = "encode"
+    TALK = "talk"
+    VOCODE = "vocode"
 
 
 class Modality(StrEnum):
@@ -196,6 +198,11 @@ class OmniStageConfig(ConfigModel):
         default_factory=list,
         description="Parameters of other engine types that this stage's engine takes too.",
     )
+    shared_parameters: list[str] | None = Field(
+        None,
+        description="Of a request's flat parameters only these reach the stage; others are given "
+        "under its id. Default: all that it knows.",
+    )
     defaults: dict[str, Any] = Field(default_factory=dict, description="Parameter defaults.")
     limits: dict[str, Limit] = Field(default_factory=dict, description="Parameter bounds.")
     retry: RetryPolicy = RetryPolicy()
@@ -218,11 +225,11 @@ class OmniStageConfig(ConfigModel):
             parameter_model(engine_type, value)
         return value
 
-    @field_validator("defaults", "limits")
+    @field_validator("defaults", "limits", "shared_parameters")
     @classmethod
-    def _known_parameters(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:
+    def _known_parameters(cls, value: Any, info: Any) -> Any:
         engine_type, more = (info.data.get(name) for name in ("engine_type", "more_parameters"))
-        if engine_type is None or more is None:  # already reported
+        if engine_type is None or more is None or value is None:  # already reported, or not given
             return value
         allowed = parameter_model(engine_type, more).model_fields
         if unknown := sorted(set(value) - set(allowed)):

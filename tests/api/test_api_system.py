@@ -194,7 +194,6 @@ OPENAI = {
     "POST /v1/images/generations",
     "POST /v1/audio/speech",
     "POST /v1/images/edits",
-    "POST /v1/audio/speech",
 }
 
 

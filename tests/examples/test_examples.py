@@ -17,6 +17,9 @@ from tiny_families import make
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = ["--height", "32", "--width", "48", "--steps", "2", "--dtype", "float32"]
 
+#: Ask a server; tests/serve runs them beside theirs.
+SERVED = ("qwen_omni.py",)
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 

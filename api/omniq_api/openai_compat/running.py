@@ -38,6 +38,7 @@ async def submitted(
                     awaited=not stream,
                     idempotency_key=key if key is None or not number else f"{key}#{number}",
                     webhook=services.webhook,
+                    outputs=each.outputs,
                 )
             )
     except BaseException as exc:  # whatever it was: nobody gets to know of these jobs

@@ -115,6 +115,7 @@ async def submit_request(
         awaited=awaited,
         idempotency_key=services.idempotency_key,
         webhook=body.webhook or services.webhook,
+        outputs=body.outputs,
     )
 
 
