@@ -78,18 +78,25 @@ class RetryPolicy(ConfigModel):
 
 
 class DiTCacheConfig(ConfigModel):
-    """Cache acceleration of a DiT (diffusers' cache hooks); off by default.
+    """Cache acceleration of a DiT (diffusers' cache hooks, or cache-dit); off by default.
 
     A ``preset`` sets what is not given: ``balanced`` is first_block at 0.1, ``fast`` at 0.2.
     """
 
     preset: Literal["balanced", "fast"] | None = None
-    method: Literal["none", "first_block", "taylorseer", "magcache"] = "none"
+    method: Literal["none", "first_block", "taylorseer", "magcache", "cache_dit"] = "none"
     threshold: float = Field(
-        0.08, gt=0, description="first_block: residual change; magcache: accumulated error."
+        0.08,
+        gt=0,
+        description="first_block, cache_dit: residual change; magcache: accumulated error.",
     )
     interval: int = Field(4, ge=2, description="taylorseer: steps from one computed to the next.")
-    warmup_steps: int = Field(3, ge=2, description="taylorseer: first steps, all computed.")
+    warmup_steps: int = Field(
+        3, ge=2, description="taylorseer, cache_dit: first steps, all computed."
+    )
+    first_blocks: int = Field(
+        8, ge=1, description="cache_dit: blocks that every step computes; their change decides."
+    )
     order: int = Field(1, ge=0, le=4, description="taylorseer: order of the expansion.")
     mag_ratios: list[float] = Field(
         default_factory=list, description="magcache: the model's calibrated ratios."

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from omniq.errors import ConfigError
 from omniq.resolve.base import BuildOptions, ModelFamily
-from omniq.resolve.files import ModelFiles
+from omniq.resolve.files import MODEL_INDEX, ModelFiles
 
 #: Longest side that is served unless an override says otherwise, in pixels.
 LONGEST_PICTURE = 2048
@@ -15,6 +15,9 @@ LONGEST_VIDEO = 1280
 MOST_FRAMES = 161
 #: Pictures of one request, for models that take several: each is as many tokens as one made.
 MOST_PICTURES = 8
+Pictures = Literal["none", "optional", "required"]
+#: Components without which there is no staged pipeline.
+PARTS = ("text_encoder", "transformer", "vae", "scheduler")
 #: Pixels along one side of a latent patch where the model's files do not say.
 USUAL_MULTIPLE = 16
 
@@ -32,15 +35,16 @@ class DiffusionFamily(ModelFamily):
     #: What comes out.
     makes: ClassVar[Literal["image", "video"]] = "image"
     #: Whether a request may, or must, bring a picture.
-    pictures: ClassVar[Literal["none", "optional", "required"]] = "none"
+    pictures: ClassVar[Pictures] = "none"
     #: Most pictures of one request.
     most_pictures: ClassVar[int] = 1
     #: Whether a request may bring a mask.
     masks: ClassVar[bool] = False
     #: Defaults of the DiT stage; guidance also reaches the encode stage.
     defaults: ClassVar[Mapping[str, Any]] = {}
-    #: Whether diffusers has a plan to split the transformer's sequence over devices.
-    splits: ClassVar[bool] = True
+    #: How several devices share the transformer's work (engine argument ``parallel``): its
+    #: sequence, where diffusers has a plan for that, or the two forwards of a guided step.
+    shared_by: ClassVar[Literal["ulysses_degree", "cfg_degree"] | None] = "ulysses_degree"
     #: Whether the text encoder is a language model that vLLM can run.
     encodes_on_vllm: ClassVar[bool] = False
 
@@ -49,7 +53,17 @@ class DiffusionFamily(ModelFamily):
         return files.diffusers_class in self.classes
 
     def build(self, files: ModelFiles, options: BuildOptions) -> dict[str, Any]:
-        """Stages ``encode``, ``dit`` and ``decode``."""
+        """Stages ``encode``, ``dit`` and ``decode``.
+
+        Raises:
+            ConfigError: the model lacks a part, or the options do not fit.
+        """
+        index = files.json(MODEL_INDEX) or {}
+        if absent := [part for part in PARTS if not _present(index, part)]:
+            raise ConfigError(
+                f"{files.given}: {MODEL_INDEX} of a {files.diffusers_class} names no "
+                f"{', '.join(absent)}"
+            )
         args = dict(options.engine_args)
         dtype = args.pop("dtype", "auto")
         in_flight = args.pop("max_num_seqs", 16)
@@ -158,7 +172,7 @@ class DiffusionFamily(ModelFamily):
         """``devices`` (and how one stage uses several) by stage id, for that many GPUs.
 
         One: all share it. Two: the transformer has its own. Three or more: so have encoder and
-        decoder; from four on the transformer is split over two, if it can be.
+        decoder; from four on two share the transformer's work, if it can be shared.
         """
         nothing: dict[str, Any] = {}
         if gpus < 2:
@@ -167,9 +181,8 @@ class DiffusionFamily(ModelFamily):
         if gpus == 2:
             return {"encode": first, "dit": {"devices": ["1"]}, "decode": first}
         dit: dict[str, Any] = {"devices": ["2"]}
-        if gpus >= 4 and self.splits:
-            split = {"context_parallel": {"ulysses_degree": 2}}
-            dit = {"devices": ["2", "3"], "engine_args": split}
+        if gpus >= 4 and self.shared_by is not None:
+            dit = {"devices": ["2", "3"], "engine_args": {"parallel": {self.shared_by: 2}}}
         return {"encode": first, "dit": dit, "decode": {"devices": ["1"]}}
 
 
@@ -178,8 +191,12 @@ class QwenImage(DiffusionFamily):
 
     name = "Qwen-Image"
     description = "text (and picture, mask) to picture; the encoder also on vLLM"
-    classes = ("QwenImagePipeline", "QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline")
-    pictures = "optional"
+    classes: ClassVar[tuple[str, ...]] = (
+        "QwenImagePipeline",
+        "QwenImageImg2ImgPipeline",
+        "QwenImageInpaintPipeline",
+    )
+    pictures: ClassVar[Pictures] = "optional"
     masks = True
     # The scale is the pipeline's true_cfg_scale, see the family in omniq.engines.
     defaults: ClassVar[Mapping[str, Any]] = {"num_inference_steps": 50, "guidance_scale": 4.0}
@@ -197,8 +214,8 @@ class QwenImageEdit(QwenImage):
 
     name = "Qwen-Image-Edit"
     description = "picture and text (and mask) to picture"
-    classes = ("QwenImageEditPipeline", "QwenImageEditInpaintPipeline")
-    pictures = "required"
+    classes: ClassVar[tuple[str, ...]] = ("QwenImageEditPipeline", "QwenImageEditInpaintPipeline")
+    pictures: ClassVar[Pictures] = "required"
     encodes_on_vllm = False
 
     def encoder_sees(self, files: ModelFiles) -> bool:
@@ -211,7 +228,7 @@ class QwenImageEditPlus(QwenImageEdit):
 
     name = "Qwen-Image-Edit-Plus"
     description = "pictures and text to picture"
-    classes = ("QwenImageEditPlusPipeline",)
+    classes: ClassVar[tuple[str, ...]] = ("QwenImageEditPlusPipeline",)
     most_pictures = MOST_PICTURES
     masks = False
 
@@ -221,11 +238,15 @@ class ZImage(DiffusionFamily):
 
     name = "Z-Image"
     description = "text (and picture, mask) to picture; the encoder also on vLLM"
-    classes = ("ZImagePipeline", "ZImageImg2ImgPipeline", "ZImageInpaintPipeline")
-    pictures = "optional"
+    classes: ClassVar[tuple[str, ...]] = (
+        "ZImagePipeline",
+        "ZImageImg2ImgPipeline",
+        "ZImageInpaintPipeline",
+    )
+    pictures: ClassVar[Pictures] = "optional"
     masks = True
     defaults: ClassVar[Mapping[str, Any]] = {"num_inference_steps": 50, "guidance_scale": 5.0}
-    splits = False
+    shared_by = "cfg_degree"
     encodes_on_vllm = True
 
 
@@ -234,8 +255,12 @@ class Flux(DiffusionFamily):
 
     name = "FLUX.1"
     description = "text (and picture, mask) to picture"
-    classes = ("FluxPipeline", "FluxImg2ImgPipeline", "FluxInpaintPipeline")
-    pictures = "optional"
+    classes: ClassVar[tuple[str, ...]] = (
+        "FluxPipeline",
+        "FluxImg2ImgPipeline",
+        "FluxInpaintPipeline",
+    )
+    pictures: ClassVar[Pictures] = "optional"
     masks = True
     defaults: ClassVar[Mapping[str, Any]] = {
         "num_inference_steps": 28,
@@ -249,8 +274,8 @@ class Flux2(DiffusionFamily):
 
     name = "FLUX.2"
     description = "text and reference pictures to picture"
-    classes = ("Flux2Pipeline", "Flux2KleinPipeline")
-    pictures = "optional"
+    classes: ClassVar[tuple[str, ...]] = ("Flux2Pipeline", "Flux2KleinPipeline")
+    pictures: ClassVar[Pictures] = "optional"
     most_pictures = MOST_PICTURES
     defaults: ClassVar[Mapping[str, Any]] = {"num_inference_steps": 50, "guidance_scale": 4.0}
 
@@ -260,15 +285,15 @@ class StableDiffusion3(DiffusionFamily):
 
     name = "Stable Diffusion 3"
     description = "text (and picture, mask) to picture"
-    classes = (
+    classes: ClassVar[tuple[str, ...]] = (
         "StableDiffusion3Pipeline",
         "StableDiffusion3Img2ImgPipeline",
         "StableDiffusion3InpaintPipeline",
     )
-    pictures = "optional"
+    pictures: ClassVar[Pictures] = "optional"
     masks = True
     defaults: ClassVar[Mapping[str, Any]] = {"num_inference_steps": 28, "guidance_scale": 7.0}
-    splits = False
+    shared_by = "cfg_degree"
 
 
 class Wan(DiffusionFamily):
@@ -276,7 +301,7 @@ class Wan(DiffusionFamily):
 
     name = "Wan"
     description = "text to video; the 5B model of 2.2 also from a first frame"
-    classes = ("WanPipeline",)
+    classes: ClassVar[tuple[str, ...]] = ("WanPipeline",)
     makes = "video"
     defaults: ClassVar[Mapping[str, Any]] = {
         "height": 480,
@@ -303,7 +328,7 @@ class Wan5B(Wan):
 
     name = "Wan 2.2 5B"
     description = "text, and a first frame if wanted, to video"
-    pictures = "optional"
+    pictures: ClassVar[Pictures] = "optional"
 
     def matches(self, files: ModelFiles) -> bool:
         """Each of its latent positions has a timestep of its own."""
@@ -315,17 +340,17 @@ class WanImageToVideo(Wan):
 
     name = "Wan image to video"
     description = "first frame and text to video"
-    classes = ("WanImageToVideoPipeline",)
-    pictures = "required"
+    classes: ClassVar[tuple[str, ...]] = ("WanImageToVideoPipeline",)
+    pictures: ClassVar[Pictures] = "required"
 
     def encoder_sees(self, files: ModelFiles) -> bool:
         """Only 2.1 has an image encoder."""
-        part = (files.json("model_index.json") or {}).get("image_encoder") or [None]
+        part = (files.json(MODEL_INDEX) or {}).get("image_encoder") or [None]
         return part[0] is not None
 
 
 def _timesteps(files: ModelFiles) -> bool:
-    return bool((files.json("model_index.json") or {}).get("expand_timesteps"))
+    return bool((files.json(MODEL_INDEX) or {}).get("expand_timesteps"))
 
 
 class OtherDiffusion(DiffusionFamily):
@@ -336,14 +361,13 @@ class OtherDiffusion(DiffusionFamily):
 
     name = "other text-to-image pipelines of diffusers"
     description = "text to picture, by the general rules; not every pipeline fits them"
-    classes = ()
-    splits = False
+    classes: ClassVar[tuple[str, ...]] = ()
+    shared_by = None
 
     def matches(self, files: ModelFiles) -> bool:
         """By its parts; whether the pipeline fits is seen when its stages load."""
-        index = files.json("model_index.json") or {}
-        parts = {"text_encoder", "transformer", "vae", "scheduler"}
-        return files.diffusers_class is not None and all(_present(index, part) for part in parts)
+        index = files.json(MODEL_INDEX) or {}
+        return files.diffusers_class is not None and all(_present(index, part) for part in PARTS)
 
 
 def _present(index: Mapping[str, Any], part: str) -> bool:

@@ -37,20 +37,27 @@ BUILTIN = (
 )
 
 
-@cache
 def families() -> tuple[ModelFamily, ...]:
     """All families, in the order in which they are asked: of other packages first, so that a
     package can serve what would otherwise be taken for a plain language model.
 
     A package whose family cannot be loaded is passed over with a warning.
     """
+    return tuple(family for family, _ in with_origins())
+
+
+@cache
+def with_origins() -> tuple[tuple[ModelFamily, str], ...]:
+    """:func:`families`, each with the name of the distribution that brings it."""
     found = []
     for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda p: p.name):
         try:
-            found.append(_family(point.value))
+            family = _family(point.value)
         except ConfigError as exc:
             logger.warning("ignored entry point %r in %s: %s", point.name, ENTRY_POINTS, exc)
-    return (*found, *map(_family, BUILTIN))
+            continue
+        found.append((family, point.dist.name if point.dist else point.value))
+    return (*found, *((_family(target), "omniq") for target in BUILTIN))
 
 
 def pipeline_for(files: ModelFiles, options: BuildOptions) -> PipelineConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from omniq_workers.devices import visible_gpus
 
@@ -41,10 +40,9 @@ def resolve_model(flags: ServeFlags) -> PipelineConfig:
     pipeline = _resolved(flags)
     if not flags.stage_overrides:
         return pipeline
-    update: dict[str, Any] = {"stages": overridden(pipeline, flags.stage_overrides)}
-    if available_pipelines().get(pipeline.name) == pipeline:
-        update["name"] = _served_name(pipeline)
-    return pipeline.model_copy(update=update)
+    known = available_pipelines().get(pipeline.name) == pipeline
+    stages = overridden(pipeline, flags.stage_overrides)
+    return _with_stages(pipeline, stages, _served_name(pipeline) if known else pipeline.name)
 
 
 def _resolved(flags: ServeFlags) -> PipelineConfig:
@@ -88,7 +86,16 @@ def _with_flags(pipeline: PipelineConfig, flags: ServeFlags) -> PipelineConfig:
         )
     changed = _stage_with(ar[0], flags)
     stages = [changed if s is ar[0] else s for s in pipeline.stages]
-    return pipeline.model_copy(update={"name": _served_name(pipeline), "stages": stages})
+    return _with_stages(pipeline, stages, _served_name(pipeline))
+
+
+def _with_stages(
+    pipeline: PipelineConfig, stages: list[OmniStageConfig], name: str
+) -> PipelineConfig:
+    """Made anew: a copy would keep what the pipeline has looked up in its old stages."""
+    mapping = pipeline.model_dump(by_alias=True, exclude_unset=True)
+    mapping["stages"] = [stage.model_dump(exclude_unset=True) for stage in stages]
+    return PipelineConfig.model_validate({**mapping, "name": name})
 
 
 def _served_name(pipeline: PipelineConfig) -> str:

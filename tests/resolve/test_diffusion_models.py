@@ -27,7 +27,8 @@ PROMPT = "a red circle above a blue square"
 RUNS: list[tuple[str, bool, dict[str, Any]]] = [
     ("z_image", False, {}),
     ("flux", False, {}),
-    ("flux", True, {"strength": 0.5}),
+    # The scale's default is that of text to image, with a picture too.
+    ("flux", True, {"strength": 0.5, "guidance_scale": 2.0}),
     ("flux2_klein", False, {}),
     ("sd3", False, {"negative_prompt": "a star"}),
     ("qwen_image", False, {"negative_prompt": "a star"}),
@@ -145,7 +146,7 @@ def devices(pipeline: PipelineConfig) -> list[list[str]]:
 
 
 def test_stages_spread_over_gpus(tiny: Callable[[str], Path]) -> None:
-    """Whose transformer diffusers can split takes two of four."""
+    """From four on, two share the transformer's work: its sequence, or a guided step."""
     expected = {
         0: [[], [], []],
         1: [[], [], []],
@@ -156,8 +157,10 @@ def test_stages_spread_over_gpus(tiny: Callable[[str], Path]) -> None:
     for gpus, wanted in expected.items():
         assert devices(resolved(tiny("flux"), gpus=gpus)) == wanted
     four = resolved(tiny("flux"), gpus=4).stage("dit")
-    assert four.engine_args == {"context_parallel": {"ulysses_degree": 2}}
-    assert devices(resolved(tiny("z_image"), gpus=4)) == expected[3]
+    assert four.engine_args == {"parallel": {"ulysses_degree": 2}}
+    assert devices(resolved(tiny("z_image"), gpus=4)) == expected[4]
+    four = resolved(tiny("z_image"), gpus=4).stage("dit")
+    assert four.engine_args == {"parallel": {"cfg_degree": 2}}
 
 
 def test_which_transformers_are_split_is_what_diffusers_has_plans_for(
@@ -168,9 +171,11 @@ def test_which_transformers_are_split_is_what_diffusers_has_plans_for(
     for family in DIFFUSION:
         for class_name in family.classes:
             pipeline: Any = getattr(diffusers, class_name)
-            names = inspect.signature(pipeline.__init__).parameters["transformer"].annotation
-            transformer = names if isinstance(names, type) else getattr(diffusers, str(names))
-            assert (transformer._cp_plan is not None) == family.splits, class_name
+            named = inspect.signature(pipeline.__init__).parameters["transformer"].annotation
+            name = named.__name__ if isinstance(named, type) else str(named).partition(" |")[0]
+            transformer = getattr(diffusers, name.rpartition(".")[2])
+            planned = transformer._cp_plan is not None
+            assert planned == (family.shared_by == "ulysses_degree"), class_name
 
 
 def test_engine_arguments_and_encoder(tiny: Callable[[str], Path]) -> None:

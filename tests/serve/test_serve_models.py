@@ -44,9 +44,10 @@ def test_a_flux_folder_answers_openais_images_routes_and_jobs(tmp_path: Path) ->
         drawn = client.images.generate(
             model=str(folder), prompt=PROMPT, size="48x32", extra_body={"seed": 3}
         )
-        body = {"input": {"prompt": PROMPT}, "parameters": {"seed": 3, "width": 48}}
+        job = {"pipeline": "tiny-flux", "input": {"prompt": PROMPT}}
+        body = {**job, "parameters": {"seed": 3, "width": 48}}
         again = httpx.post(f"{running.url}/v1/generate", json=body, timeout=60)
-        too_large = {"input": {"prompt": PROMPT}, "parameters": {"width": 4096, "height": 34}}
+        too_large = {**job, "parameters": {"width": 4096, "height": 34}}
         refused = httpx.post(f"{running.url}/v1/jobs", json=too_large)
         file = io.BytesIO()
         Image.fromarray(picture(1).numpy()).save(file, "PNG")
@@ -82,7 +83,7 @@ def test_a_wan_folder_makes_a_video_file_of_a_first_frame(tmp_path: Path) -> Non
     file = io.BytesIO()
     Image.fromarray(picture(1).numpy()).save(file, "PNG")
     with served(tmp_path, *omniq(folder, *flags)) as running:
-        request = {"input": {"prompt": PROMPT}, "parameters": {"seed": 1}}
+        request = {"pipeline": "wan", "input": {"prompt": PROMPT}, "parameters": {"seed": 1}}
         answer = httpx.post(
             f"{running.url}/v1/generate",
             data={"request": json.dumps(request)},

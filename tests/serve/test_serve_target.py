@@ -114,6 +114,9 @@ def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="names no architectures"):
         resolve_model(ServeFlags(str(tmp_path)))
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    with pytest.raises(ConfigError, match=r"FluxPipeline.* known: language model") as caught:
+    with pytest.raises(ConfigError, match=r"FluxPipeline names no text_encoder, transformer, vae"):
+        resolve_model(ServeFlags(str(tmp_path)))
+    (tmp_path / "model_index.json").write_text('{"_class_name": "NewPipeline"}')
+    with pytest.raises(ConfigError, match=r"NewPipeline.* known: .*FLUX.*language model") as caught:
         resolve_model(ServeFlags(str(tmp_path)))
     assert "docs/pipelines.md" in (caught.value.hint or "")

@@ -16,11 +16,9 @@ from typing import Any
 import torch
 
 from omniq.config.stage import DiTCacheConfig
+from omniq.engines.diffusion.cache_dit import UNUSED, CacheDitStates, StateName, apply_cache_dit
 from omniq.engines.families.base import Family
 from omniq.errors import ConfigError
-
-_UNUSED = ("", "")
-StateName = tuple[str, str]
 
 
 @dataclass(slots=True)
@@ -85,6 +83,7 @@ class DiTCacheManager:
                     f"cache {self.config.method!r} does not fit {type(module).__name__}: {exc}"
                 ) from exc
             managers = _state_managers(module)
+            managers += [CacheDitStates(module)] if method == "cache_dit" else []
             if not managers:
                 raise ConfigError(
                     f"cache {self.config.method!r} found no blocks in {type(module).__name__}"
@@ -100,7 +99,7 @@ class DiTCacheManager:
     @property
     def decides_by_rows(self) -> bool:
         """Whether the rows of a forward decide together, so that they must stay together."""
-        return self.config.method == "first_block"
+        return self.config.method in ("first_block", "cache_dit")
 
     @contextlib.contextmanager
     def step(self, name: StateName) -> Iterator[None]:
@@ -121,10 +120,10 @@ class DiTCacheManager:
             yield
             return
         try:
-            with self._context(_UNUSED):
+            with self._context(UNUSED):
                 yield
         finally:
-            self._forget(_UNUSED[0])
+            self._forget(UNUSED[0])
 
     def drop(self, request_id: str) -> None:
         """Forget a request that ended, however it did."""
@@ -173,7 +172,9 @@ class DiTCacheManager:
         from diffusers import hooks  # noqa: PLC0415 - slow import
 
         config = self.config
-        if config.method == "first_block":
+        if config.method == "cache_dit":
+            apply_cache_dit(module, config)
+        elif config.method == "first_block":
             threshold = hooks.FirstBlockCacheConfig(threshold=config.threshold)
             hooks.apply_first_block_cache(module, threshold)
         elif config.method == "taylorseer":

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from omniq.engines.diffusion.cache import DiTCacheManager, StateName
+from omniq.engines.diffusion.cache import DiTCacheManager
+from omniq.engines.diffusion.cache_dit import StateName
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,18 +61,21 @@ def _follow(pipe: Connection) -> None:
             cache.drop(*given)
             continue
         number, state, plain, size = given
+        # A failure of an exchange ends the process: tensors that nobody took would be taken for the
+        # next message's.
+        kwargs: dict[str, Any] = receive(plain, size, 0, device)
         try:
             with engine_faults("denoise step"):
-                kwargs: dict[str, Any] = receive(plain, size, 0, device)
                 made = compute(Share(models[number], kwargs, state), cache)
+                # The others of a branch have the same output, which nobody needs twice.
+                message = Message.of(made.output if leads else None)
+                buffer = message.buffer(device)
         except OmniqError as exc:  # rank 0 decides whether it failed likewise
             _say(pipe, Fault.of(exc))
             continue
-        # The others of a branch have the same output, which nobody needs twice.
-        message = Message.of(made.output if leads else None)
         _say(pipe, Done(message.plain, message.size, made.hit))
         if message.size:
-            dist.send(message.buffer(device), 0)
+            dist.send(buffer, 0)
 
 
 def _say(pipe: Connection, answer: Answer) -> None:

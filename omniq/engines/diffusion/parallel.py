@@ -9,6 +9,7 @@ and the unconditional one of a guided step.
 from __future__ import annotations
 
 import datetime
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from omniq.engines.diffusion.acceleration import ACCELERATION_ARGS
 from omniq.engines.families.base import Family
 from omniq.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 ARGUMENT = "parallel"
 #: Ring attention adds up parts by their logsumexp, which torch's usual attention does not give.
 RING_BACKEND = "_native_cudnn"
@@ -129,6 +131,17 @@ class Parallel(ConfigModel):
         if self.cfg_degree > 1 and family.form is None:
             raise ConfigError(
                 f"{where}: cfg_degree must be 1, omniq knows no guidance pairs of this pipeline"
+            )
+        if self.cfg_degree > 1 and models[0].config.get("guidance_embeds"):
+            logger.info(
+                "stage %s: guidance_scale is an input of this model and one forward a step; "
+                "cfg_degree helps true_cfg_scale and requests that share forwards",
+                stage.stage_id,
+            )
+        if family.form is not None and family.form.state:
+            raise ConfigError(
+                f"{where}: this pipeline keeps {', '.join(family.form.state)} from call to call, "
+                "which the other devices would be without"
             )
         for model in models if self.splits else ():
             if getattr(model, "_cp_plan", None) is None:

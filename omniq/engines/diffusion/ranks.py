@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
@@ -30,6 +31,15 @@ from omniq.errors import ConfigError, EngineDead
 LOAD_TIMEOUT = 1800.0
 #: Seconds after a failure of rank 0 in which the others must fail too: they are at the same place.
 FAULT_TIMEOUT = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A forward for ``ranks``: what goes by pipe, and its tensors' bytes."""
+
+    ranks: list[int]
+    payload: bytes
+    buffer: torch.Tensor | None
 
 
 class Group:
@@ -59,7 +69,7 @@ class Group:
     ) -> None:
         self._stage, self._config, self._device = stage, config, device
         self._models, self._cache = list(models), cache
-        self.branches = config.cfg_degree
+        self.branches: int = config.cfg_degree
         self._folder = tempfile.TemporaryDirectory(prefix="omniq-ranks-")
         self._followers: list[tuple[subprocess.Popen[bytes], Connection]] = []
         try:
@@ -96,8 +106,10 @@ class Group:
             EngineDead: a rank is dead, silent, or failed alone.
         """
         at_work = [b for b, share in enumerate(shares) if share is not None]
-        for branch in at_work:
-            self._hand_out(branch, shares[branch])
+        # All prepared before any is told: a follower that was told waits for its tensors.
+        orders = [order for b in at_work if (order := self._order(b, shares[b])) is not None]
+        for order in orders:
+            self._hand_out(order)
         own: Computed | None = None
         own_fault: Exception | None = None
         if shares[0] is not None:
@@ -131,21 +143,24 @@ class Group:
         size = self._config.branch
         return range(branch * size, (branch + 1) * size)
 
-    def _hand_out(self, branch: int, share: Share | None) -> None:
-        assert share is not None, "only branches with a share are at work"
+    def _order(self, branch: int, share: Share | None) -> _Order | None:
+        """What the followers of a branch are to compute; None: it has none."""
         ranks = [r for r in self._ranks(branch) if r]
-        if not ranks:
-            return
+        if not ranks or share is None:
+            return None
         number = next(i for i, model in enumerate(self._models) if model is share.module)
         message = Message.of(dict(share.kwargs))
         payload = pickle.dumps(("forward", number, share.state, message.plain, message.size))
-        for rank in ranks:
-            self._send(rank, payload)
-        if message.size:
-            buffer = message.buffer(self._device)
-            for rank in ranks:
+        buffer = message.buffer(self._device) if message.size else None
+        return _Order(ranks, payload, buffer)
+
+    def _hand_out(self, order: _Order) -> None:
+        for rank in order.ranks:
+            self._send(rank, order.payload)
+        if order.buffer is not None:
+            for rank in order.ranks:
                 with self._exchange(rank):
-                    dist.send(buffer, rank)
+                    dist.send(order.buffer, rank)
 
     def _answers(self, branch: int, own: Exception | None) -> list[Answer]:
         """What the followers of a branch say; ``own`` is rank 0's failure.
@@ -181,8 +196,9 @@ class Group:
         try:
             yield
         except (RuntimeError, ValueError) as exc:
-            if self._followers[rank - 1][0].poll() is not None:
-                raise self._dead(rank) from exc
+            dead = self._dead(rank)
+            if self._followers[rank - 1][0].returncode is not None:
+                raise dead from exc
             raise EngineDead(f"exchange with rank {rank} failed: {exc}") from exc
 
     def _start(self, setup: tuple[Any, ...]) -> None:

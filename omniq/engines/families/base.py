@@ -46,7 +46,7 @@ class Family:
     #: Regular expressions of the attention modules' full names.
     attention_modules: ClassVar[tuple[str, ...]] = (r"(single_)?transformer_blocks\.\d+\.attn",)
     #: Cache methods whose hooks fit the transformer's blocks.
-    caches: ClassVar[tuple[str, ...]] = ("first_block", "taylorseer", "magcache")
+    caches: ClassVar[tuple[str, ...]] = ("first_block", "taylorseer", "magcache", "cache_dit")
     #: What the pipeline takes for a missing negative prompt; None: then there is no guidance.
     empty_negative: ClassVar[str | None] = ""
     #: Pictures that one request may bring.

@@ -36,7 +36,7 @@ class QwenImage(Family):
     paired = True
     empty_negative = None
     cfg_argument = "true_cfg_scale"
-    encoder_layer = -1
+    encoder_layer: ClassVar[int | None] = -1
 
     def guidance(self, params: Mapping[str, Any], config: Any) -> dict[str, float]:
         """``guidance_scale`` goes to a distilled model as it is, else it is the CFG scale."""
