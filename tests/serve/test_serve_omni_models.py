@@ -1,11 +1,11 @@
-"""`omniq serve FOLDER` of GLM-Image and CSM, asked by the scripts in `examples/`."""
+"""`omniq serve FOLDER` of GLM-Image and CSM, asked by OpenAI's client."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
-import subprocess
 import sys
-import wave
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,14 @@ import numpy as np
 import openai
 import pytest
 import torch
-from diffusion_helpers import picture, whole
+from diffusion_helpers import picture
 from PIL import Image
 from served import served
-from tiny_csm import FRAME, SAMPLE_RATE, make_csm
-from tiny_glm_image import WIDTH, make_glm_image
+from tiny_csm import FRAME, make_csm
+from tiny_glm_image import make_glm_image, whole_glm_image
 
 from omniq.outputs.sound import to_int16
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TEXT = "a red circle above a blue square"
 SIGN = "a sign that says 'HELLO'"
 FRAMES = 150
@@ -32,12 +31,10 @@ def omniq(folder: Path, *flags: str) -> list[str]:
     return [sys.executable, "-m", "omniq", "serve", str(folder), "--dtype", "float32", *flags]
 
 
-def example(name: str, url: str, *arguments: object) -> str:
-    """What the script prints."""
-    command = [sys.executable, EXAMPLES / name, *map(str, arguments), "--url", f"{url}/v1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def spoken(folder: Path, text: str, seed: int, frames: int) -> Any:
@@ -59,11 +56,15 @@ def spoken(folder: Path, text: str, seed: int, frames: int) -> Any:
 def test_a_csm_folder_speaks_while_it_still_makes_sound(tmp_path: Path) -> None:
     """The samples of transformers, by OpenAI's route; sound goes out before the model is done."""
     folder = make_csm(tmp_path / "Tiny-CSM")
-    file = tmp_path / "said.wav"
     with served(tmp_path, *omniq(folder)) as running:
-        printed = example(
-            "speak.py", running.url, TEXT, file, "--voice", 1, "--seed", 3, "--max-tokens", FRAMES
-        )
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        sound = client.audio.speech.create(
+            model=str(folder),
+            voice="1",
+            input=TEXT,
+            response_format="pcm",
+            extra_body={"seed": 3, "max_tokens": FRAMES},
+        ).read()
         body = {
             "pipeline": "tiny-csm",
             "input": {"prompt": TEXT, "voice": "1"},
@@ -77,15 +78,11 @@ def test_a_csm_folder_speaks_while_it_still_makes_sound(tmp_path: Path) -> None:
                 if line.startswith("data: "):
                     data = json.loads(line.removeprefix("data: "))
                     events.append((data["type"], data))
-        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
         with pytest.raises(openai.BadRequestError, match="must be a speaker's number"):
             client.audio.speech.create(model=str(folder), voice="alloy", input=TEXT)
         assert running.stop() == []
-    assert "first sound after" in printed
     expected = spoken(folder, TEXT, 3, FRAMES)
-    with wave.open(str(file)) as sound:
-        assert (sound.getframerate(), sound.getnchannels()) == (SAMPLE_RATE, 1)
-        samples = np.frombuffer(sound.readframes(FRAMES * FRAME + 1), "<i2")
+    samples = np.frombuffer(sound, "<i2")
     assert samples.shape == expected.shape == (FRAMES * FRAME,)
     assert np.abs(samples.astype(int) - expected).max() <= 1
     kinds = [(kind, data.get("stage")) for kind, data in events]
@@ -99,12 +96,18 @@ def test_a_glm_image_folder_draws_and_edits(tmp_path: Path) -> None:
     folder = make_glm_image(tmp_path / "Tiny-GLM-Image")
     size = {"height": 64, "width": 64}
     overrides = {"ar": {"defaults": size}, "dit": {"defaults": size}}
-    drawn, shown, edited = (tmp_path / f"{n}.png" for n in ("drawn", "shown", "edited"))
-    Image.fromarray(picture(1, 64, 64).numpy()).save(shown)
-    ask = ("--size", "96x64", "--steps", 3, "--seed", 5)
-    with served(tmp_path, *omniq(folder, "--stage-overrides", json.dumps(overrides))) as running:
-        example("glm_image.py", running.url, SIGN, drawn, *ask)
-        example("glm_image.py", running.url, SIGN, edited, *ask, "--image", shown)
+    shown = Image.fromarray(picture(1, 64, 64).numpy())
+    asked: dict[str, Any] = {
+        "model": str(folder),
+        "prompt": SIGN,
+        "size": "96x64",
+        "extra_body": {"seed": 5, "num_inference_steps": 3},
+    }
+    flags = ["--stage-overrides", json.dumps(overrides)]
+    with served(tmp_path, *omniq(folder, *flags)) as running:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        drawn = client.images.generate(**asked)
+        edited = client.images.edit(**asked, image=("a.png", png(shown)))
         body = {
             "pipeline": "tiny-glm-image",
             "input": {"prompt": SIGN},
@@ -116,16 +119,13 @@ def test_a_glm_image_folder_draws_and_edits(tmp_path: Path) -> None:
     assert refused.json()["fields"] == [
         {"field": "parameters.height", "message": "must be a multiple of 32; got 72"}
     ]
-    pipeline = whole(folder)
-    own = pipeline.vision_language_encoder.get_image_tokens
-    # See tests/engines/test_glm_image.py.
-    pipeline.vision_language_encoder.get_image_tokens = lambda states, grids: own(
-        list(states.split(WIDTH)), grids
-    )
-    for file, more in ((drawn, {}), (edited, {"image": [Image.open(shown).convert("RGB")]})):
+    pipeline = whole_glm_image(folder)
+    for made, more in ((drawn, {}), (edited, {"image": [shown]})):
         expected = pipeline(
             SIGN, height=64, width=96, num_inference_steps=3, output_type="np",
             generator=torch.Generator().manual_seed(5), **more,
         ).images[0]  # fmt: skip
+        assert made.data is not None
+        file = io.BytesIO(base64.b64decode(made.data[0].b64_json or ""))
         pixels = np.asarray(Image.open(file).convert("RGB")).astype(int)
         assert np.abs(pixels - (expected * 255).round().astype(int)).max() <= 1
