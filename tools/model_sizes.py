@@ -129,8 +129,14 @@ def main() -> None:
             ("Wan 2.2 A14B", [umt5], [wan(), wan()], [video_vae]),
             ("Wan 2.2 5B", [umt5], [wan(**WAN_5B)], []),
         ]
+        csm = t.CsmForConditionalGeneration(t.CsmConfig())
+        csm.tie_weights()
+        own_engines: list[tuple[str, list[Any], list[Any]]] = [
+            ("GLM-Image", [t.GlmImageForConditionalGeneration(t.GlmImageConfig())], []),
+            ("CSM 1B", [csm], [csm.codec_model]),
+        ]
     print("model | encode | DiT | decode: thousand millions of parameters (GiB in bfloat16)")
-    for name, *parts in rows:
+    for name, *parts in (*rows, *own_engines):
         shown = []
         for part in parts:
             billions = sum(map(count, part))
