@@ -130,7 +130,9 @@ def main() -> None:
             ("Wan 2.2 5B", [umt5], [wan(**WAN_5B)], []),
         ]
         csm = t.CsmForConditionalGeneration(t.CsmConfig())
-        csm.tie_weights()
+        # Shared when loaded; on the meta device the library leaves them apart.
+        own = csm.backbone_model.embed_tokens.embed_audio_tokens
+        own.weight = csm.depth_decoder.model.embed_tokens.weight
         own_engines: list[tuple[str, list[Any], list[Any]]] = [
             ("GLM-Image", [t.GlmImageForConditionalGeneration(t.GlmImageConfig())], []),
             ("CSM 1B", [csm], [csm.codec_model]),
