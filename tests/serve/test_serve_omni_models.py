@@ -116,7 +116,7 @@ def test_a_glm_image_folder_draws_and_edits(tmp_path: Path) -> None:
         refused = httpx.post(f"{running.url}/v1/jobs", json=body)
         assert running.stop() == []
     assert refused.status_code == 422
-    assert refused.json()["fields"] == [
+    assert refused.json()["errors"] == [
         {"field": "parameters.height", "message": "must be a multiple of 32; got 72"}
     ]
     pipeline = whole_glm_image(folder)
