@@ -184,6 +184,16 @@ async def test_recording_of_a_voice_equals_generate(made: Callable[..., Path], a
     assert not torch.equal(codes_of(await ask(ar, {"seed": 4}, prompt=TEXT)), expected)
 
 
+async def test_half_precision(made: Callable[..., Path]) -> None:
+    """A recording is heard, and codes are decoded, in the stage's dtype; sound is float32."""
+    ar = await loaded(ar_stage(made(), dtype="bfloat16"))
+    codec = await loaded(decode_stage(made(), dtype="bfloat16"))
+    sound = torch.sin(torch.arange(3 * FRAME) / 20.0)
+    out = await ask(ar, {"seed": 4}, prompt=TEXT, reference_audio=sound, reference_text="a")
+    audio = audio_of(await ask(codec, {}, codes=codes_of(out)))
+    assert (audio.dtype, audio.shape) == (torch.float32, (12 * FRAME,))
+
+
 async def test_together_equals_alone(ar: Engine) -> None:
     """Texts of several lengths in flight at once, one pass a step."""
     texts = [TEXT, "a", "a red circle above a blue square", "good bye"]
