@@ -120,9 +120,8 @@ def make_spec(
         )
     complete = validate_request(config, inputs, parameters)
     seed = secrets.randbelow(2**32)
-    for stage in config.stages:
-        if "seed" in stage.parameter_model.model_fields:
-            complete[stage.stage_id].setdefault("seed", seed)
+    for stage in config.takers.get("seed", ()):
+        complete[stage.stage_id].setdefault("seed", seed)
     created = time.time()
     return JobSpec(
         id=new_job_id(created),

@@ -262,7 +262,7 @@ class PipelineConfig(ConfigModel):
         """Pipeline outputs made from that stage."""
         return {n: o for n, o in self.outputs.items() if o.producer == stage_id}
 
-    @property
+    @cached_property
     def is_linear(self) -> bool:
         """Whether the stages form one chain."""
         return (

@@ -191,7 +191,8 @@ def _check_stage(
     faults: dict[str, Fault] = {}
     complete = {**stage.defaults, **given}
     try:
-        model.model_validate(complete)
+        # As `model_validate`, without the options that it looks at.
+        model.__pydantic_validator__.validate_python(complete)
     except ValidationError as exc:
         errors = exc.errors(include_url=False, include_context=False)
         # Of the forms that a parameter may have, the one whose type was right tells more.

@@ -235,7 +235,7 @@ class StageRunner:
         work = asyncio.create_task(serve())
         late = left is not None and (limit is None or left < limit)
         try:
-            done, _ = await asyncio.wait({work}, timeout=left if late else limit)
+            done = await _ended(work, left if late else limit)
         except asyncio.CancelledError:
             await _stopped(work)
             raise
@@ -335,6 +335,29 @@ class StageRunner:
         return delay * random.uniform(1 - JITTER, 1 + JITTER)
 
 
+async def _ended(work: asyncio.Task[StageOutput], seconds: float | None) -> bool:
+    """Wait until a task has ended; False: it has not within so many seconds (None: for ever).
+
+    As ``asyncio.wait`` of one task, with less to do for it.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def end(*_: object) -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    work.add_done_callback(end)
+    timer = None if seconds is None else loop.call_later(seconds, end)
+    try:
+        await ended
+    finally:
+        if timer is not None:
+            timer.cancel()
+        work.remove_done_callback(end)
+    return work.done()
+
+
 async def _stopped(work: asyncio.Task[StageOutput]) -> None:
     """Cancel an engine's run and wait until it has really stopped.
 
@@ -342,8 +365,7 @@ async def _stopped(work: asyncio.Task[StageOutput]) -> None:
         EngineDead: it did not.
     """
     work.cancel()
-    done, _ = await asyncio.wait({work}, timeout=STOP_SECONDS)
-    if not done:
+    if not await _ended(work, STOP_SECONDS):
         raise EngineDead(f"the engine did not stop a request within {STOP_SECONDS:g} s")
     if not work.cancelled():
         work.exception()  # retrieved: the outcome of a stopped run is nobody's

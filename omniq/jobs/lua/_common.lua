@@ -27,8 +27,12 @@ end
 -- more than all else that a script does.
 local FIELDS = {}
 local function fetch(...)
-  local names = {...}
-  for i, value in ipairs(redis.call('HMGET', JOB, ...)) do FIELDS[names[i]] = value end
+  local names = {}
+  for _, name in ipairs({...}) do
+    if FIELDS[name] == nil then names[#names + 1] = name end
+  end
+  if #names == 0 then return end
+  for i, value in ipairs(redis.call('HMGET', JOB, unpack(names))) do FIELDS[names[i]] = value end
 end
 local function get(field)
   if FIELDS[field] == nil then FIELDS[field] = redis.call('HGET', JOB, field) end
@@ -162,16 +166,19 @@ local function finalise(state, err)
   end
   event('job.' .. state, nil, data)
   free_blobs()
-  local waiters = {}
-  for _, field in ipairs(redis.call('HKEYS', JOB)) do
-    local kind = string.sub(field, 1, 2)
-    if kind == 'a:' then redis.call('PEXPIRE', cjson.decode(get(field)).key, RETENTION) end
-    if kind == 'w:' then waiters[#waiters + 1] = field end
+  local waiters, record = {}, {string.match(JOB, '{(.*)}$')}
+  local all = redis.call('HGETALL', JOB)
+  for i = 1, #all, 2 do
+    local kind = string.sub(all[i], 1, 2)
+    if kind == 'a:' then redis.call('PEXPIRE', cjson.decode(all[i + 1]).key, RETENTION) end
+    if kind == 'w:' then
+      waiters[#waiters + 1] = all[i]
+    else
+      record[#record + 1], record[#record + 2] = all[i], all[i + 1]
+    end
   end
   if #waiters > 0 then
     redis.call('HDEL', JOB, unpack(waiters))
-    local record = redis.call('HGETALL', JOB)
-    table.insert(record, 1, string.match(JOB, '{(.*)}$'))
     record = framed(record)
     for _, field in ipairs(waiters) do redis.call('PUBLISH', string.sub(field, 3), record) end
   end

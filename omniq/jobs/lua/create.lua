@@ -16,9 +16,8 @@ set(unpack(record))
 event('job.queued')
 redis.call('PEXPIRE', JOB, ttl)
 redis.call('PEXPIRE', EVENTS, ttl)
-local blobs = cjson.decode(ARGV[9])
-if #blobs > 0 then
-  redis.call('SADD', BLOBS, unpack(blobs))
+if ARGV[9] ~= '[]' then
+  redis.call('SADD', BLOBS, unpack(cjson.decode(ARGV[9])))
   redis.call('PEXPIRE', BLOBS, ttl)
 end
 redis.call('ZADD', KEYS[4], ARGV[5], ARGV[4])
