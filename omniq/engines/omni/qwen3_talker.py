@@ -116,7 +116,7 @@ def _talker_of(folder: Path, **options: Any) -> Any:
         Qwen3OmniMoeTalkerForConditionalGeneration,
     )
 
-    class Part(Qwen3OmniMoePreTrainedModel):  # type: ignore[misc]
+    class Part(Qwen3OmniMoePreTrainedModel):
         __module__ = Qwen3OmniMoePreTrainedModel.__module__  # see load_part
         config_class = Qwen3OmniMoeConfig
 
