@@ -74,6 +74,21 @@ def jobs_index() -> str:
     return f"{_ns()}:jobs"
 
 
+def open_jobs(pipeline: str) -> str:
+    """Sorted set: ids of a pipeline's jobs that have not ended, by creation time."""
+    return f"{_ns()}:open:{pipeline}"
+
+
+def reconciler(pipeline: str) -> str:
+    """String with TTL: somebody looks after this pipeline's jobs (:mod:`omniq.jobs.reconcile`)."""
+    return f"{_ns()}:reconciler:{pipeline}"
+
+
+def unacked() -> str:
+    """Hash: messages that workers hold, by delivery tag, as kombu notes them."""
+    return f"{_ns()}:unacked"
+
+
 def cancel_channel() -> str:
     """Pub/sub channel: ids of jobs whose running stages must stop."""
     return f"{_ns()}:cancel"

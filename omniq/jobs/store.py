@@ -57,7 +57,8 @@ class JobStore:
     def __init__(self, redis: Client) -> None:
         self.redis = redis
         self._watching = Watching(redis, self._end)
-        self._run = JobScripts(redis).run
+        #: Runs one of the job scripts; for modules that add to this one.
+        self.run_script = self._run = JobScripts(redis).run
         self._files: RedisStore | None = None
 
     @classmethod
@@ -106,9 +107,10 @@ class JobStore:
                     "" if spec.deadline is None else repr(spec.deadline),
                     channel,
                     _dumps([ref.model_dump_json() for ref in spec.files.values()]),
-                    *_posted(posts),
+                    *posted(posts),
                 ],
                 keys.jobs_index(),
+                keys.open_jobs(spec.pipeline),
                 *(p.queue for p in posts),
             )
         finally:
@@ -278,7 +280,7 @@ class JobStore:
                 _dumps(freed),
                 tag,
                 *place,
-                *_posted(posts),
+                *posted(posts),
             ],
             *(p.queue for p in posts),
         )
@@ -477,7 +479,7 @@ def read_grant(answer: Sequence[Any]) -> StageGrant:
     )
 
 
-def _posted(posts: Sequence[Post]) -> list[Any]:
+def posted(posts: Sequence[Post]) -> list[Any]:
     """Arguments of a script that sends ``posts``; their queues are its last keys."""
     if not posts:
         return [0, ""]

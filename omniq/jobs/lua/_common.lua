@@ -3,7 +3,7 @@
 -- events kept, key prefix of the namespace ("omniq:").
 --
 -- A job hash holds: spec, state, up (stage -> stages before it), created/started/finished, error,
--- "v:<output>" and "a:<artifact>" results, "w:<channel>" of who waits for its end, and per stage "<stage>|<field>". For chunk streams:
+-- open (key of the set of unfinished jobs it is in), "v:<output>" and "a:<artifact>" results, "w:<channel>" of who waits for its end, and per stage "<stage>|<field>". For chunk streams:
 -- "<stage>|alive" (its lease), "<stage>|streams" (what it hands on while it runs) and
 -- "<reader>|window:<stage>" (the run of <stage> whose first window is there).
 
@@ -155,6 +155,7 @@ local function finalise(state, err)
     if st ~= 'succeeded' and st ~= 'failed' then sset(s, 'state', 'cancelled') end
   end
   set('state', state, 'finished', now())
+  if get('open') then redis.call('ZREM', get('open'), string.match(JOB, '{(.*)}$')) end
   local data = '{}'
   if err and err ~= '' then
     set('error', err)
