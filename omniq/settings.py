@@ -134,6 +134,15 @@ class Settings(BaseSettings):
     job_ttl: float = Field(
         7 * 86_400.0, gt=0, description="An unfinished job's record is dropped after so long."
     )
+    dead_letter_retention: float = Field(
+        7 * 86_400.0,
+        gt=0,
+        description="Jobs that failed for good, other than by their request, can be tried again "
+        "for so long (`omniq dlq`).",
+    )
+    max_dead_letters: int = Field(
+        10_000, gt=0, description="Most of them kept; the oldest go first."
+    )
     max_artifact_bytes: int = Field(256 << 20, gt=0, description="Largest single artifact.")
     max_events: int = Field(
         10_000, gt=0, description="Events kept per job; older ones are trimmed."

@@ -35,6 +35,8 @@ STATUS: dict[type[errors.OmniqError], int] = {
     errors.UnsupportedInput: 415,
     errors.JobNotFound: 404,
     errors.ArtifactNotFound: 404,
+    errors.DeadLetterNotFound: 404,
+    errors.DeadLetterLost: 409,
     errors.BrokerUnavailable: 503,
     errors.NotReady: 503,
     errors.StoreFull: 503,

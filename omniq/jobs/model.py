@@ -134,6 +134,7 @@ class JobEvent(BaseModel):
     ``sequence``, and ``artifact`` for tensors), ``stage.preview`` (``image``, ``step``,
     ``content_type``, ``width``, ``height``, ``url``: a data URL), ``stage.succeeded``,
     ``stage.retrying``, ``stage.requeued`` (its message was lost), ``stage.failed``,
+    ``job.requeued`` (a dead letter is tried again),
     ``job.cancelling`` and one final
     ``job.succeeded|failed|cancelled|expired``.
     """

@@ -296,9 +296,16 @@ class JobStore:
         """A worker that stops gives the run back unharmed; it counts as no attempt."""
         return await self._end_run(job_id, stage, fence, "release")
 
-    async def fail_stage(self, job_id: str, stage: str, fence: int, error: dict[str, Any]) -> bool:
-        """The run failed for good, and the job with it. False: refused."""
-        return await self._end_run(job_id, stage, fence, "fail", error=error)
+    async def fail_stage(
+        self, job_id: str, stage: str, fence: int, error: dict[str, Any], traceback: str = ""
+    ) -> bool:
+        """The run failed for good, and the job with it. False: refused.
+
+        Args:
+            traceback: of a failure that is not the request's own fault: the job is kept as a dead
+                letter (:mod:`omniq.jobs.dead`).
+        """
+        return await self._end_run(job_id, stage, fence, "fail", error=error, traceback=traceback)
 
     async def expire_stage(
         self, job_id: str, stage: str, fence: int, error: dict[str, Any]
@@ -323,9 +330,10 @@ class JobStore:
         *,
         error: dict[str, Any] | None = None,
         delay: float = 0.0,
+        traceback: str = "",
     ) -> bool:
         body = _dumps(error) if error is not None else ""
-        arguments = [stage, fence, how, body, repr(delay), job_id]
+        arguments = [stage, fence, how, body, repr(delay), job_id, traceback]
         return bool(await self._run("end_run", job_id, arguments, keys.cancel_channel()))
 
     async def cancel(self, job_id: str) -> JobRecord:

@@ -231,7 +231,7 @@ class Intake:
             return  # the connection is gone
         if isinstance(answer, Exception):
             logger.warning("messages were not taken, trying on another connection: %s", answer)
-            asyncio.get_running_loop().call_soon(self.renew)
+            asyncio.get_running_loop().call_later(RECONNECT_SECONDS, self.renew)
             return
         empty, undecodable, name, more, *messages = answer
         self._known += more

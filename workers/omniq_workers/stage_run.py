@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from omniq.errors import (
     DeadlineExceeded,
     EngineDead,
     EngineError,
+    InvalidRequest,
     JobNotFound,
     OmniqError,
     StageTimeout,
@@ -43,6 +45,7 @@ logger = get_logger(__name__)
 STOP_SECONDS = 30.0
 #: Retry delays vary by so much both ways, so that what failed together is not tried together.
 JITTER = 0.5
+TRACEBACK_CHARS = 8000
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +301,9 @@ class StageRunner:
             if why is not None
             else EngineError(f"stage {run.stage!r} was cancelled from within its engine")
         )
-        await through_outage(lambda _: self._store.fail_stage(*run.key, error.to_dict()))
+        await through_outage(
+            lambda _: self._store.fail_stage(*run.key, error.to_dict(), traceback_of(error))
+        )
         raise error
 
     async def _failed(self, run: Run, exc: Exception) -> Exception:
@@ -316,9 +321,12 @@ class StageRunner:
             if await through_outage(lambda _: self._store.retry_stage(*run.key, error, delay)):
                 return RetryLater(exc, delay)
             return Ignore("no longer wanted")
-        expired = isinstance(exc, DeadlineExceeded)
-        end = self._store.expire_stage if expired else self._store.fail_stage
-        await through_outage(lambda _: end(*run.key, error))
+        if isinstance(exc, DeadlineExceeded):
+            await through_outage(lambda _: self._store.expire_stage(*run.key, error))
+            return exc
+        # A request that can never be served is nobody's dead letter.
+        trace = "" if isinstance(exc, InvalidRequest) else traceback_of(exc)
+        await through_outage(lambda _: self._store.fail_stage(*run.key, error, trace))
         return exc
 
     def _engine_died(self, run: Run, exc: EngineDead) -> Exception:
@@ -369,6 +377,11 @@ def _message(stage: str, outputs: Mapping[str, Mapping[str, Any]]) -> str:
         for name, output in outputs.items()
     )
     return f"{stage}: {', '.join(made)}"
+
+
+def traceback_of(exc: BaseException) -> str:
+    """Its end, for the dead letter."""
+    return "".join(traceback.format_exception(exc))[-TRACEBACK_CHARS:]
 
 
 def _internal(exc: Exception) -> dict[str, Any]:

@@ -24,6 +24,8 @@ end
 -- Room that is known may have been used up, or grown, since the caller has heard of it.
 local waiting, member, had, room = ARGV[2], ARGV[3], 0, 0
 if waiting then
+  -- A server without memory left refuses what takes some only as a script's first write.
+  redis.call('ZREM', waiting, '')
   -- Not ZSCORE: the server would tell the caller of every later change.
   local score = redis.call('ZADD', waiting, 'XX', 'INCR', 0, member)
   if not score and tonumber(ARGV[8]) ~= 0 then return redis.error_reply('LOST its place') end

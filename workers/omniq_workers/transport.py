@@ -30,8 +30,9 @@ from kombu import Connection
 from kombu.transport import redis as kombu_redis
 from kombu.transport import virtual
 from kombu.utils import json as kombu_json
-from redis.exceptions import ConnectionError
+from redis.exceptions import ConnectionError, OutOfMemoryError
 
+from omniq import keys
 from omniq_workers import messages
 from omniq_workers.arrivals import Arrivals
 from omniq_workers.notes import Notes
@@ -360,7 +361,7 @@ class Channel(kombu_redis.Channel):
     @property
     def undecodable_key(self) -> str:
         """List of what came by a queue and is no message."""
-        return f"{self.unacked_key.removesuffix('unacked')}undecodable"
+        return keys.undecodable()
 
     def set_aside(self, message: Any) -> None:
         """Keep a message that Celery cannot take apart from its queue."""
@@ -379,6 +380,13 @@ class Channel(kombu_redis.Channel):
         else:  # not consumed from any more: it goes back
             deliver = partial(self.connection._deliver, message._raw, queue)
         self._guarded(deliver, message._raw, queue)
+
+    def maybe_refresh_binding_expiry(self) -> None:
+        """As kombu, which would log a traceback every second while the server's memory is full."""
+        try:
+            super().maybe_refresh_binding_expiry()
+        except OutOfMemoryError as exc:
+            logger.debug("bindings are renewed later: %s", exc)
 
     def take_by(self, intake: Intake, loop: EngineLoop, wake: Callable[[], object]) -> None:
         """As :meth:`Arrivals.take_by`, of the queues that are consumed from."""

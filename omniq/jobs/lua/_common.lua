@@ -1,17 +1,23 @@
 -- Shared by every job script (prepended to each). KEYS[1] = job hash, KEYS[2] = its event stream,
--- KEYS[3] = its set of blob references. The last three ARGV are always: retention in ms, most
--- events kept, key prefix of the namespace ("omniq:").
+-- KEYS[3] = its set of blob references. The last five ARGV are always: retention of dead letters in ms,
+-- most dead letters kept, retention in ms, most events kept, key prefix of the namespace ("omniq:").
 --
 -- A job hash holds: spec, state, up (stage -> stages before it), created/started/finished, error,
--- open (key of the set of unfinished jobs it is in), "v:<output>" and "a:<artifact>" results, "w:<channel>" of who waits for its end, and per stage "<stage>|<field>". For chunk streams:
+-- open (key of the set of unfinished jobs it is in), dead (see `bury`), "v:<output>" and "a:<artifact>" results, "w:<channel>" of who waits for its end, and per stage "<stage>|<field>". For chunk streams:
 -- "<stage>|alive" (its lease), "<stage>|streams" (what it hands on while it runs) and
 -- "<reader>|window:<stage>" (the run of <stage> whose first window is there).
 
 local JOB, EVENTS, BLOBS = KEYS[1], KEYS[2], KEYS[3]
+local DEAD_RETENTION = tonumber(ARGV[#ARGV - 4])
+local MAX_DEAD = tonumber(ARGV[#ARGV - 3])
 local RETENTION = tonumber(ARGV[#ARGV - 2])
 local MAX_EVENTS = tonumber(ARGV[#ARGV - 1])
 local PREFIX = ARGV[#ARGV]
 local FINAL = {succeeded = true, failed = true, cancelled = true, expired = true}
+
+-- A server without memory left refuses the first write that takes some, but no later one of the same
+-- script. What ends work, and so frees memory in the end, is to go on: it writes nothing at first.
+local function even_if_full() redis.call('HDEL', JOB, '') end
 
 -- One time for all that a script does.
 local NOW
@@ -107,12 +113,18 @@ local function free_blob(json)
   end
 end
 
--- Free what the job held: blobs and chunk streams. All keys are in the job's slot.
-local function free_blobs()
-  for _, json in ipairs(redis.call('SMEMBERS', BLOBS)) do free_blob(json) end
+-- Free what the job held: blobs and chunk streams. All keys are in the job's slot. The request's own
+-- files may be wanted again by who retries a dead letter.
+local function free_blobs(but_files)
+  for _, json in ipairs(redis.call('SMEMBERS', BLOBS)) do
+    if not (but_files and string.find(cjson.decode(json).id, '^[^.]*%.input%.')) then
+      free_blob(json)
+      redis.call('SREM', BLOBS, json)
+    end
+  end
   local streams = JOB .. ':streams'
   for _, key in ipairs(redis.call('SMEMBERS', streams)) do redis.call('UNLINK', key) end
-  redis.call('DEL', BLOBS, streams)
+  redis.call('DEL', streams)
 end
 
 local function expire_with_job(key)
@@ -148,6 +160,24 @@ local function handed(stage)
   return found
 end
 
+-- Keep a job that is about to fail as a dead letter, among the newest so many: its record stays for
+-- longer, and it can be tried again (omniq/jobs/dead.py). Details: a JSON object.
+local DEAD = PREFIX .. 'dead'
+local function job_id() return string.match(JOB, '{(.*)}$') end
+local function bury(stage, details)
+  set('dead', cjson.encode({stage = stage, time = tonumber(now()), details = details}))
+  redis.call('ZADD', DEAD, now(), job_id())
+  redis.call('ZREMRANGEBYSCORE', DEAD, '-inf', tonumber(now()) - DEAD_RETENTION / 1000)
+  local over = redis.call('ZCARD', DEAD) - MAX_DEAD
+  if over > 0 then
+    for _, id in ipairs(redis.call('ZRANGE', DEAD, 0, over - 1)) do
+      redis.call('HDEL', PREFIX .. 'job:{' .. id .. '}', 'dead')
+      redis.call('PEXPIRE', PREFIX .. 'job:{' .. id .. '}', RETENTION)
+      redis.call('ZREM', DEAD, id)
+    end
+  end
+end
+
 -- The only way into a final state.
 local function finalise(state, err)
   for _, s in ipairs(stages()) do
@@ -155,27 +185,28 @@ local function finalise(state, err)
     if st ~= 'succeeded' and st ~= 'failed' then sset(s, 'state', 'cancelled') end
   end
   set('state', state, 'finished', now())
-  if get('open') then redis.call('ZREM', get('open'), string.match(JOB, '{(.*)}$')) end
+  if get('open') then redis.call('ZREM', get('open'), job_id()) end
   local data = '{}'
   if err and err ~= '' then
     set('error', err)
     data = '{"error":' .. err .. '}'
   end
   event('job.' .. state, nil, data)
-  free_blobs()
+  local dead = get('dead')
+  free_blobs(dead)
+  local kept = dead and math.max(RETENTION, DEAD_RETENTION) or RETENTION
   local waiters = {}
   for _, field in ipairs(redis.call('HKEYS', JOB)) do
     local kind = string.sub(field, 1, 2)
-    if kind == 'a:' then redis.call('PEXPIRE', cjson.decode(get(field)).key, RETENTION) end
+    if kind == 'a:' then redis.call('PEXPIRE', cjson.decode(get(field)).key, kept) end
     if kind == 'w:' then waiters[#waiters + 1] = field end
   end
   if #waiters > 0 then
     redis.call('HDEL', JOB, unpack(waiters))
     local record = redis.call('HGETALL', JOB)
-    table.insert(record, 1, string.match(JOB, '{(.*)}$'))
+    table.insert(record, 1, job_id())
     record = framed(record)
     for _, field in ipairs(waiters) do redis.call('PUBLISH', string.sub(field, 3), record) end
   end
-  redis.call('PEXPIRE', JOB, RETENTION)
-  redis.call('PEXPIRE', EVENTS, RETENTION)
+  for _, key in ipairs({JOB, EVENTS, BLOBS}) do redis.call('PEXPIRE', key, kept) end
 end

@@ -34,6 +34,7 @@ local stage = ARGV[1]
 HOST = ARGV[8]
 local gone = cjson.decode(ARGV[9])
 if #gone > 0 then redis.call('SREM', garbage(HOST), unpack(gone)) end
+even_if_full()
 fetch('state', 'order', 'up', 'open', stage .. '|state', stage .. '|fence')
 if get('state') ~= 'running' or not current(stage, ARGV[2]) then return {0, 0} end
 local t = now()

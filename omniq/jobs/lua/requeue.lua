@@ -3,6 +3,7 @@
 -- ARGV: stage, its state, fence and time of the last change as `standing` said, messages (see
 -- `messages`; one). KEYS[4...] = queues.
 local stage = ARGV[1]
+even_if_full()
 local state = get('state')
 if not state or FINAL[state] or not should_have_message(stage) then return 0 end
 local st = sget(stage, 'state')

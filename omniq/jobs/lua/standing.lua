@@ -1,6 +1,7 @@
 -- What of a job should have a message: {the job's state or ''}, then for each such stage that has not
 -- changed for ARGV[1] seconds its name, state, fence, time of the last change, worker or ''. A job
 -- whose deadline has passed unserved ends by this.
+even_if_full()
 expire_unserved()
 local state = get('state')
 if not state or FINAL[state] then return {state or ''} end
