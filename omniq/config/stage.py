@@ -178,7 +178,15 @@ class OmniStageConfig(ConfigModel):
         "Empty: one GPU if there is one, else the CPU.",
     )
     max_in_flight: int = Field(1, ge=1, le=4096, description="Admission window of the engine.")
-    time_limit: float | None = Field(None, gt=0, description="Seconds one run may take.")
+    time_limit: float | None = Field(
+        None, gt=0, description="Seconds one run may take; then its request is cancelled and fails."
+    )
+    stop_limit: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds an engine may take to stop a request that was cancelled or is late. "
+        "Then it is stuck: its worker ends, and what ran there is delivered again.",
+    )
     defaults: dict[str, Any] = Field(default_factory=dict, description="Parameter defaults.")
     limits: dict[str, Limit] = Field(default_factory=dict, description="Parameter bounds.")
     retry: RetryPolicy = RetryPolicy()

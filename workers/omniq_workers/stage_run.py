@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: An engine that was told to stop one request and has not done so in this time is given up.
-STOP_SECONDS = 30.0
 #: Retry delays vary by so much both ways, so that what failed together is not tried together.
 JITTER = 0.5
 TRACEBACK_CHARS = 8000
@@ -146,6 +144,22 @@ class StageRunner:
             if state is not JobState.RUNNING:
                 run.cancel()
 
+    async def revoked(self, job_id: str, stage: str) -> None:
+        """Celery was told to revoke that stage's task: cancel the job if it has not begun."""
+
+        async def cancel(_: bool) -> None:
+            try:
+                found = (await self._store.get(job_id)).stages.get(stage)
+                if found is not None and found.state in (StageState.QUEUED, StageState.RETRYING):
+                    await self._store.cancel(job_id)
+            except JobNotFound:
+                pass  # no job of ours
+
+        try:
+            await through_outage(cancel)
+        except BrokerUnavailable as exc:
+            logger.warning("job %s is not cancelled: %s", job_id, exc.message)
+
     # -- running -----------------------------------------------------------------------------
 
     async def run(self, job_id: str, stage: str) -> str:
@@ -240,11 +254,11 @@ class StageRunner:
         try:
             done, _ = await asyncio.wait({work}, timeout=left if late else limit)
         except asyncio.CancelledError:
-            await _stopped(work)
+            await _stopped(work, self._stage.stop_limit)
             raise
         if done:
             return work.result()
-        await _stopped(work)
+        await _stopped(work, self._stage.stop_limit)
         if late:
             raise DeadlineExceeded(f"the job's deadline passed while stage {run.stage!r} ran")
         raise StageTimeout(
@@ -343,16 +357,16 @@ class StageRunner:
         return delay * random.uniform(1 - JITTER, 1 + JITTER)
 
 
-async def _stopped(work: asyncio.Task[StageOutput]) -> None:
+async def _stopped(work: asyncio.Task[StageOutput], limit: float) -> None:
     """Cancel an engine's run and wait until it has really stopped.
 
     Raises:
         EngineDead: it did not.
     """
     work.cancel()
-    done, _ = await asyncio.wait({work}, timeout=STOP_SECONDS)
+    done, _ = await asyncio.wait({work}, timeout=limit)
     if not done:
-        raise EngineDead(f"the engine did not stop a request within {STOP_SECONDS:g} s")
+        raise EngineDead(f"the engine did not stop a request within {limit:g} s")
     if not work.cancelled():
         work.exception()  # retrieved: the outcome of a stopped run is nobody's
 
