@@ -1,8 +1,9 @@
-"""FirstBlockCache on tiny-omni's trained weights: speed and PSNR against the uncached run.
+"""A cache on tiny-omni's trained weights: speed and PSNR against the uncached run.
 
 Cases take turns within each repeat, all in one process; speeds are ratios of medians.
 
     python benchmarks/dit_cache.py --steps 30 --repeats 5
+    python benchmarks/dit_cache.py --method cache_dit --thresholds 1e-9 0.1 0.2
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ def psnr(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--method", choices=("first_block", "cache_dit"), default="first_block")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
@@ -65,7 +67,8 @@ def main() -> None:
         return loaded(dit.model_copy(update={"dit": config}))
 
     engines = {0.0: engine({})} | {
-        t: engine({"method": "first_block", "threshold": t}) for t in args.thresholds
+        t: engine({"method": args.method, "threshold": t, "first_blocks": 1})
+        for t in args.thresholds
     }
     seconds: dict[float, list[float]] = {t: [] for t in engines}
     pictures: dict[float, list[torch.Tensor]] = {}
@@ -83,7 +86,7 @@ def main() -> None:
                 image = ask(decoder, {}, latents=latents).tensors["image"]["image"]
                 pictures[threshold].append(image.float())
     base = statistics.median(seconds[0.0])
-    print(f"{args.steps} steps, {len(PROMPTS)} prompts, {args.repeats} repeats")
+    print(f"{args.method}, {args.steps} steps, {len(PROMPTS)} prompts, {args.repeats} repeats")
     print("| threshold | hit ratio | speed against uncached | PSNR, lowest to highest (dB) |")
     print("|---|---|---|---|")
     for threshold in args.thresholds:

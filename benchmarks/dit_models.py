@@ -139,6 +139,26 @@ class BareModel:
         return self._loop.run_until_complete(together())
 
 
+def save(shape: Shape, folder: Path, device: str, dtype: torch.dtype) -> int:
+    """Write a pipeline of transformer and scheduler to ``folder``, for processes of their own.
+
+    Made on ``device`` and removed from it; returns the width of the prompt embeds.
+    """
+    torch.manual_seed(0)
+    pipeline, width = _BUILDERS[shape.name](shape, device, dtype)
+    index: dict[str, Any] = {"_class_name": type(pipeline).__name__}
+    for name, part in pipeline.components.items():
+        index[name] = ["diffusers", type(part).__name__] if part is not None else [None, None]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    pipeline.transformer.save_pretrained(folder / "transformer")
+    pipeline.scheduler.save_pretrained(folder / "scheduler")
+    pipeline.vae.save_config(folder / "vae")
+    del pipeline
+    if device != "cpu":
+        torch.cuda.empty_cache()
+    return width
+
+
 def latents_of(output: Any) -> torch.Tensor:
     """The latents of a stage's output."""
     latents: torch.Tensor = output.tensors["latents"]["latents"]

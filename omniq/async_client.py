@@ -6,12 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from omniq.config import get_pipeline
+from omniq.config import PipelineConfig, available_pipelines, get_pipeline
 from omniq.config.request import validate_request
-from omniq.errors import BrokerUnavailable
+from omniq.errors import BrokerUnavailable, ConfigError
 from omniq.inputs import read_inputs
 from omniq.jobs.model import JobEvent, JobRecord
 from omniq.jobs.store import JobStore
@@ -40,10 +41,30 @@ PATIENCE = 30.0
 """Seconds a broker may be away while a result is awaited: jobs outlive its restart."""
 HANGS = 10.0
 """Seconds after which a broker that does not answer has been noticed for certain."""
+MODEL_OPTIONS = ("engine", "engine_args", "encoder", "gpus", "stage_overrides")
+"""What may be said of a model, by the names of ``omniq serve``'s flags."""
 POLL = 0.2
 """Seconds between tries while the broker is away."""
 MAX_SUBMITS = 16
 """Requests being published at the same time."""
+
+
+def _pipeline(
+    name: str, broker_url: str | None, model_options: Mapping[str, Any]
+) -> PipelineConfig:
+    if unknown := sorted(set(model_options) - set(MODEL_OPTIONS)):
+        raise TypeError(f"unknown argument {unknown[0]!r}; of a model: {', '.join(MODEL_OPTIONS)}")
+    is_model = name not in available_pipelines() and ("/" in name or Path(name).exists())
+    if not (is_model or model_options):
+        return get_pipeline(name)
+    if broker_url is not None or not (get_settings().embedded or PrivateBroker.in_use()):
+        raise ConfigError(
+            f"{name}: a running system serves the pipelines it was started with",
+            hint="start it by `omniq serve MODEL`, and name its pipeline here",
+        )
+    from omniq.serve.in_process import model_pipeline  # noqa: PLC0415 - slow import
+
+    return model_pipeline(name, model_options)
 
 
 class AsyncOmniLLM:
@@ -55,11 +76,19 @@ class AsyncOmniLLM:
     :class:`~omniq.runtime.local.LocalSystem` of its own and stops it on :meth:`close`.
 
     Args:
-        pipeline: name of an available pipeline.
+        pipeline: name of an available pipeline; or a model's folder or hub name, which is then
+            resolved as by ``omniq serve``, for a system of its own.
         broker_url: Redis or Valkey of a running system.
         devices: of the workers it starts itself, by stage id.
         ready_timeout: seconds they may take to get ready; default ``OMNIQ_READY_TIMEOUT``.
         on_progress: called with stage and state while they start.
+        model_options: of a model: ``engine``, ``engine_args``, ``encoder``, ``gpus`` and
+            ``stage_overrides``, as the flags of ``omniq serve``.
+
+    Raises:
+        UnknownPipeline: there is no such pipeline.
+        ConfigError: the model cannot be served so, or a running system is to be used, which
+            serves the pipelines that it was started with.
     """
 
     def __init__(
@@ -70,8 +99,9 @@ class AsyncOmniLLM:
         devices: Mapping[str, Sequence[str]] | None = None,
         ready_timeout: float | None = None,
         on_progress: Callable[[str, str], None] | None = None,
+        **model_options: Any,
     ) -> None:
-        self.config = get_pipeline(pipeline)
+        self.config = _pipeline(pipeline, broker_url, model_options)
         self._broker_url = broker_url
         self._system_options: dict[str, Any] = {
             "devices": devices,

@@ -146,6 +146,11 @@ class OmniRequestOutput:
         return [a for a in self.files if a.is_video]
 
     @property
+    def audios(self) -> list[Artifact]:
+        """All sounds as files, by output and number."""
+        return [a for a in self.files if a.content_type.startswith("audio/")]
+
+    @property
     def files(self) -> list[Artifact]:
         """All result files, by output and number."""
         return sorted(self.artifacts.values(), key=lambda a: a.order)

@@ -80,18 +80,29 @@ class Settings(BaseSettings):
     )
 
     max_input_bytes: int = Field(
-        32 << 20, gt=0, description="Largest picture or tensor file among a request's inputs."
+        32 << 20, gt=0, description="Largest file among a request's inputs."
     )
     max_image_pixels: int = Field(
         1 << 24,
         gt=0,
-        description="Most pixels of a picture among a request's inputs; looked at before it is "
-        "decoded.",
+        description="Most pixels of a picture, or of a frame, among a request's inputs; looked at "
+        "before it is decoded.",
     )
 
     flower_port: int = Field(5555, ge=1, le=65535, description="Port Flower listens on (loopback).")
     flower_auth: str | None = Field(
         None, description="user:password for Flower's basic auth; unset: a new one each start."
+    )
+
+    max_media_seconds: float = Field(
+        600.0, gt=0, description="Longest sound or video among a request's inputs."
+    )
+    max_decode_seconds: float = Field(
+        30.0, gt=0, description="Longest time that decoding one sound or video may take."
+    )
+    embed_metadata: bool = Field(
+        True,
+        description="Result files say how they were made: prompt, seed, parameters, pipeline, job.",
     )
 
     visibility_timeout: float = Field(

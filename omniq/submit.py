@@ -10,7 +10,6 @@ from typing import Any
 from omniq import chain
 from omniq.blobs.base import BlobRef
 from omniq.config import PipelineConfig, get_pipeline
-from omniq.config.params import PARAMS
 from omniq.config.request import validate_request
 from omniq.errors import InputTooLarge, InvalidRequest
 from omniq.inputs import InputFile, read_inputs
@@ -122,7 +121,7 @@ def make_spec(
     complete = validate_request(config, inputs, parameters)
     seed = secrets.randbelow(2**32)
     for stage in config.stages:
-        if "seed" in PARAMS[stage.engine_type].model_fields:
+        if "seed" in stage.parameter_model.model_fields:
             complete[stage.stage_id].setdefault("seed", seed)
     created = time.time()
     return JobSpec(

@@ -14,6 +14,7 @@ The class is imported by vLLM only when a model of that architecture is loaded.
 from __future__ import annotations
 
 import logging
+import sys
 from importlib.metadata import EntryPoint, entry_points
 
 from omniq import vllm_orphans
@@ -21,6 +22,10 @@ from omniq import vllm_orphans
 logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "omniq.vllm_models"
+#: omniq's own; no model's config.json names them, stages do.
+BUILTIN = {
+    "OmniqQwenVLTextEncoder": "omniq.engines.vllm.text_encoder:QwenVLTextEncoder",
+}
 
 
 class OmniPlugin:
@@ -37,6 +42,8 @@ class OmniPlugin:
         """
         vllm_orphans.end_with_parent()
         models = OmniPlugin.models()
+        if "vllm" in sys.modules:  # which it is where vLLM calls this
+            models |= BUILTIN
         if not models:
             return
         from omniq.engines.vllm import contract  # noqa: PLC0415 - vLLM's own processes only

@@ -81,8 +81,8 @@ def condition(name: str, tokens: int, seed: int = 0) -> Condition:
     the pipeline allows it.
     """
     generator = torch.Generator().manual_seed(seed)
-    width = {"z_image": HIDDEN, "sd3": 2 * WIDTH}.get(name, WIDTH)
-    other = tokens if name in ("flux", "sd3", "wan") else tokens + 3
+    width = {"z_image": HIDDEN, "sd3": 2 * WIDTH, "flux2_klein": 3 * WIDTH}.get(name, WIDTH)
+    other = tokens if name in ("flux", "flux2_klein", "sd3", "wan") else tokens + 3
 
     def rand(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)

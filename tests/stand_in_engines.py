@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sounds import tone
 
 from omniq.engines.base import Emit, Engine, StageInput, StageOutput, StageRequest
 from omniq.errors import ConfigError, EngineError
@@ -40,3 +44,44 @@ class Words(Engine):
             emit.progress(index + 1, len(words))
             emit.delta("text", {"text": (" " if index else "") + word.upper()})
         return StageOutput(values={"text": " ".join(words).upper()})
+
+
+class Tones(Engine):
+    """Speaks each word of its prompt as 0.1 s of a tone, a chunk each.
+
+    ``quiet``: hands on no chunks, only the whole; ``fail``: fails there; ``gate``: waits until the
+    file ``engine_args.gate`` exists. A voice other than ``low`` is an octave higher.
+    """
+
+    name = "tones"
+
+    async def load(self) -> None:
+        pass
+
+    async def warmup(self) -> None:
+        pass
+
+    async def run(
+        self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit
+    ) -> StageOutput:
+        import torch
+
+        words = str(inputs["text"].value).split()
+        low = "voice" not in inputs or inputs["voice"].value == "low"
+        said = [torch.from_numpy(tone_of(i, low=low)) for i in range(len(words))]
+        for word, samples in zip(words, said, strict=True):
+            if word == "fail":
+                raise EngineError("told to fail")
+            while word == "gate" and not Path(self.stage.engine_args["gate"]).exists():
+                await asyncio.sleep(0.02)
+            if "quiet" not in words:
+                await emit.achunk("audio", tensors={"audio": samples})
+        return StageOutput(
+            tensors={"audio": {"audio": torch.cat(said)}},
+            metrics={"prompt_tokens": len(words), "completion_tokens": 10 * len(words)},
+        )
+
+
+def tone_of(number: int, *, low: bool = True) -> Any:
+    """What :class:`Tones` says for word ``number``: float32 [2400], 24 kHz."""
+    return tone(24_000, 0.1, (220 + 40 * number) * (1 if low else 2))

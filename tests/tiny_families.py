@@ -160,9 +160,10 @@ def _qwen_parts() -> dict[str, Any]:
             "hidden_size": WIDTH,
             "intermediate_size": 2 * WIDTH,
             "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+            # Heads of 32: vLLM's attention on the CPU has no smaller ones.
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
             "max_position_embeddings": 4096,
             "pad_token_id": tokenizer.pad_token_id,
             "bos_token_id": None,
@@ -224,24 +225,30 @@ def _qwen_image_edit(*, plus: bool = False) -> Any:
     return pipeline(**parts, processor=processor)
 
 
-def _wan() -> Any:
-    from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+def _wan_transformer(**more: Any) -> Any:
+    from diffusers import WanTransformer3DModel
+
+    settings: dict[str, Any] = {
+        "patch_size": (1, 2, 2),
+        "num_attention_heads": 2,
+        "attention_head_dim": 24,
+        "in_channels": 16,
+        "out_channels": 16,
+        "text_dim": WIDTH,
+        "freq_dim": 32,
+        "ffn_dim": 64,
+        "num_layers": 3,
+        "cross_attn_norm": True,
+        "qk_norm": "rms_norm_across_heads",
+        "rope_max_seq_len": 32,
+    }
+    return WanTransformer3DModel(**{**settings, **more})
+
+
+def _wan_parts() -> dict[str, Any]:
+    from diffusers import AutoencoderKLWan
 
     tokenizer = _short(512)
-    transformer = WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=2,
-        attention_head_dim=24,
-        in_channels=16,
-        out_channels=16,
-        text_dim=WIDTH,
-        freq_dim=32,
-        ffn_dim=64,
-        num_layers=3,
-        cross_attn_norm=True,
-        qk_norm="rms_norm_across_heads",
-        rope_max_seq_len=32,
-    )
     vae = AutoencoderKLWan(
         base_dim=4,
         z_dim=16,
@@ -249,13 +256,147 @@ def _wan() -> Any:
         num_res_blocks=1,
         temperal_downsample=[False, True, True],
     )
-    return WanPipeline(
-        tokenizer=tokenizer,
-        text_encoder=_t5(tokenizer, umt5=True),
-        vae=vae,
-        transformer=transformer,
-        scheduler=_euler(shift=3.0),
+    return {
+        "tokenizer": tokenizer,
+        "text_encoder": _t5(tokenizer, umt5=True),
+        "vae": vae,
+        "scheduler": _euler(shift=3.0),
+    }
+
+
+def _wan() -> Any:
+    from diffusers import WanPipeline
+
+    return WanPipeline(**_wan_parts(), transformer=_wan_transformer())
+
+
+def _wan_5b() -> Any:
+    """As Wan 2.2's 5B model: each latent position has its own timestep."""
+    from diffusers import WanPipeline
+
+    return WanPipeline(**_wan_parts(), transformer=_wan_transformer(), expand_timesteps=True)
+
+
+def _wan_i2v() -> Any:
+    """As Wan 2.1's: with CLIP's view of the first frame."""
+    from diffusers import WanImageToVideoPipeline
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
+
+    parts = _wan_parts()
+    config = CLIPVisionConfig(
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=224,
+        patch_size=14,
     )
+    return WanImageToVideoPipeline(
+        **parts,
+        transformer=_wan_transformer(in_channels=36, image_dim=WIDTH, added_kv_proj_dim=48),
+        image_encoder=CLIPVisionModel(config).eval(),
+        image_processor=CLIPImageProcessor(),
+    )
+
+
+def _wan22_i2v() -> Any:
+    """As Wan 2.2's: two transformers, no image encoder."""
+    from diffusers import WanImageToVideoPipeline
+
+    return WanImageToVideoPipeline(
+        **_wan_parts(),
+        transformer=_wan_transformer(in_channels=36),
+        transformer_2=_wan_transformer(in_channels=36),
+        boundary_ratio=0.9,
+    )
+
+
+def _flux2_parts(layers: int) -> dict[str, Any]:
+    from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
+
+    transformer = Flux2Transformer2DModel(
+        in_channels=16,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=layers * WIDTH,
+        timestep_guidance_channels=32,
+        axes_dims_rope=(4, 4, 4, 4),
+    )
+    vae = AutoencoderKLFlux2(
+        sample_size=32,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        latent_channels=4,
+        norm_num_groups=4,
+    )
+    with torch.no_grad():  # as after training: no two channels alike
+        vae.bn.running_mean.copy_(torch.linspace(-0.5, 0.5, 16))
+        vae.bn.running_var.copy_(torch.linspace(0.5, 3.0, 16))
+    return {
+        "scheduler": _euler(use_dynamic_shifting=True),
+        "vae": vae,
+        "transformer": transformer,
+    }
+
+
+def _text_config(tokenizer: Any, layers: int) -> dict[str, Any]:
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+
+
+def _flux2_klein() -> Any:
+    from diffusers import Flux2KleinPipeline
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = make_tokenizer()
+    # The pipeline's condition is what is behind layers 9, 18 and 27.
+    encoder = Qwen3ForCausalLM(Qwen3Config(**_text_config(tokenizer, 28))).eval()
+    return Flux2KleinPipeline(**_flux2_parts(3), text_encoder=encoder, tokenizer=tokenizer)
+
+
+def _flux2() -> Any:
+    from diffusers import Flux2Pipeline
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    # The real model's PixtralProcessor needs torchvision; of it, only its tokenizer has work here.
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[IMG]"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% for part in m['content'] %}"
+        "{{ part['text'] }}{% endfor %}<|im_end|>\n{% endfor %}"
+    )
+    vision = {
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = Mistral3Config(
+        # The pipeline's condition is what is behind layers 10, 20 and 30.
+        text_config={"model_type": "mistral", **_text_config(tokenizer, 31)},
+        vision_config={"model_type": "pixtral", **vision},
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+    )
+    encoder = Mistral3ForConditionalGeneration(config).eval()
+    return Flux2Pipeline(**_flux2_parts(3), text_encoder=encoder, tokenizer=tokenizer)
 
 
 _BUILDERS = {
@@ -267,5 +408,10 @@ _BUILDERS = {
     "qwen_image_edit": _qwen_image_edit,
     "qwen_image_edit_plus": lambda: _qwen_image_edit(plus=True),
     "wan": _wan,
+    "wan_5b": _wan_5b,
+    "wan_i2v": _wan_i2v,
+    "wan22_i2v": _wan22_i2v,
+    "flux2": _flux2,
+    "flux2_klein": _flux2_klein,
 }
 NAMES = ("z_image", *_BUILDERS)

@@ -8,7 +8,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from omniq.config import EngineType, Limit, Modality, OmniStageConfig, PipelineConfig
-from omniq.config.params import PARAMS
 
 
 class InputView(BaseModel):
@@ -18,16 +17,21 @@ class InputView(BaseModel):
     required: bool
     min_length: int = Field(description="Characters; of token_ids, how many.")
     max_length: int = Field(description="Characters; of token_ids, how many.")
-    max_items: int = Field(1, description="Pictures.")
-    max_pixels: int | None = Field(None, description="Of one picture.")
+    max_items: int = Field(1, description="Files.")
+    max_pixels: int | None = Field(None, description="Of one picture, or frame of a video.")
+    max_seconds: float | None = Field(None, description="Of one sound or video.")
+    max_frames: int | None = Field(None, description="Of one video, those that are taken.")
+    sample_rate: int | None = Field(None, description="Hertz at which stages get a sound.")
+    fps: float | None = Field(None, description="Frames of a second taken of a video; null: all.")
     description: str = ""
 
 
 class OutputView(BaseModel):
     """One result."""
 
-    type: Modality
+    type: Modality | str
     format: str | None = Field(None, description="Encoding; null: the type's usual one.")
+    sample_rate: int | None = Field(None, description="Of type audio: samples a second.")
 
 
 class ParameterView(BaseModel):
@@ -128,12 +132,19 @@ def pipeline_view(pipeline: PipelineConfig, max_text: int) -> PipelineView:
                 min_length=i.min_length,
                 max_length=i.max_length if i.type == "token_ids" else min(i.max_length, max_text),
                 max_items=i.max_items,
-                max_pixels=i.max_pixels if i.type == "image" else None,
+                max_pixels=i.max_pixels if i.type in ("image", "video") else None,
+                max_seconds=i.max_seconds if i.type in ("audio", "video") else None,
+                max_frames=i.max_frames if i.type == "video" else None,
+                sample_rate=i.sample_rate if i.type == "audio" else None,
+                fps=i.fps if i.type == "video" else None,
                 description=i.description,
             )
             for name, i in pipeline.inputs.items()
         },
-        outputs={n: OutputView(type=o.type, format=o.format) for n, o in pipeline.outputs.items()},
+        outputs={
+            n: OutputView(type=o.type, format=o.format, sample_rate=o.sample_rate)
+            for n, o in pipeline.outputs.items()
+        },
         parameters=_parameters(pipeline.stages),
         stages=[
             StageView(
@@ -152,7 +163,7 @@ def pipeline_view(pipeline: PipelineConfig, max_text: int) -> PipelineView:
 def _parameters(stages: list[OmniStageConfig]) -> dict[str, ParameterView]:
     found: dict[str, ParameterView] = {}
     for stage in stages:
-        for name, schema in PARAMS[stage.engine_type].model_json_schema()["properties"].items():
+        for name, schema in stage.parameter_model.model_json_schema()["properties"].items():
             own = _parameter(stage, name, schema)
             found[name] = _both(found[name], own) if name in found else own
     return found

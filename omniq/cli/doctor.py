@@ -32,6 +32,14 @@ OPTIONAL = {
     "flower": "omniq[monitor]",
     "honcho": "omniq[monitor]",
 }
+#: Packages that make DiT stages faster or smaller, and what runs without them.
+ACCELERATORS = {
+    "flash_attn": "attention_backend flash needs it",
+    "sageattention": "attention_backend sage needs it",
+    "torchao": "quantization_config with torchao needs it",
+    "cache-dit": "dit.cache uses diffusers' hooks",
+    "xfuser": "parallel uses diffusers' context parallelism (xDiT is not needed)",
+}
 SMALL_SHM = 256 << 20
 """Docker's default of 64 MiB is too small for tensors."""
 
@@ -40,7 +48,10 @@ SMALL_SHM = 256 << 20
 def doctor() -> None:
     """Check Python, packages, broker, shared memory, devices; exit code 1 if omniq cannot run."""
     broken = False
-    for check in (_python, _packages, _broker, _shared_memory, _devices, _engines, _vllm_omni):
+    for check in (
+        *(_python, _packages, _accelerators, _broker, _shared_memory, _devices, _engines),
+        _vllm_omni,
+    ):
         for level, text in check():
             broken |= level == BAD
             click.secho(f"{level:>4}  {text}", fg={OK: None, WARN: "yellow", BAD: "red"}[level])
@@ -71,6 +82,12 @@ def _packages() -> Iterator[Finding]:
     for name, extra in OPTIONAL.items():
         found = installed(name)
         yield OK if found else WARN, f"{name} {found or f'is not installed ({extra})'}"
+
+
+def _accelerators() -> Iterator[Finding]:
+    for name, without in ACCELERATORS.items():
+        found = installed(name)
+        yield OK, f"accelerator {name} {found or f'is not installed: {without}'}"
 
 
 def _broker() -> Iterator[Finding]:

@@ -22,6 +22,7 @@ COMMANDS = {
     "reconcile": ("omniq.cli.reconcile", "Send lost messages of unfinished jobs again, once."),
     "inspect": ("omniq.cli.inspect", "Workers, queues and blob stores of the running system."),
     "pipelines": ("omniq.cli.pipelines", "List the available pipelines."),
+    "models": ("omniq.cli.models", "List the model families that `omniq serve` knows."),
     "validate": ("omniq.cli.pipelines", "Check pipeline files."),
     "engines": ("omniq.cli.pipelines", "List engines, and which are installed."),
     "config": ("omniq.cli.config", "Every OMNIQ_* setting: value, default, meaning."),

@@ -21,12 +21,14 @@ BAD_INPUT = 2
 def serve(ctx: click.Context, args: tuple[str, ...]) -> None:
     """Serve MODEL here: broker, workers and the API in one command, until Ctrl-C.
 
-    MODEL is a language model's folder or hub name, a pipeline's name or YAML file, or a diffusers
-    folder that a known pipeline is made for.
+    MODEL is a model's folder or hub name (`omniq models` lists the families), or a pipeline's name
+    or YAML file.
 
     FLAGS are those of `vllm serve`, read by vLLM's own parser: engine arguments go to the AR stage;
     --host, --port, --api-key and --served-model-name concern omniq's API. --engine says what runs
-    the AR stage: vllm, transformers, or auto (vLLM where it is installed). `--help=all` lists
+    the AR stage: vllm, transformers, or auto (vLLM where it is installed). Of diffusion models,
+    --encoder says what encodes prompts (diffusers or vllm), --gpus how many GPUs the stages are
+    spread over; --stage-overrides changes any stage. `--help=all` lists
     vLLM's flags, `--help=ModelConfig` those of one group. Without vLLM there are --dtype,
     --max-model-len, --max-num-seqs and --generation-config.
     """

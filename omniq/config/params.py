@@ -8,9 +8,19 @@ stage's configuration narrows them (:class:`omniq.config.stage.Limit`) and sets 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    create_model,
+    field_validator,
+)
 
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
@@ -215,6 +225,10 @@ class DiTParams(StageParams):
         None, min_length=1, max_length=1_000, description="Noise levels instead of the default."
     )
     guidance_scale: float | None = Field(None, ge=0.0, le=100.0, allow_inf_nan=False)
+    guidance_scale_2: float | None = Field(
+        None, ge=0.0, le=100.0, allow_inf_nan=False,
+        description="Of the second transformer, where a model has two (Wan 2.2).",
+    )  # fmt: skip
     true_cfg_scale: float | None = Field(
         None, ge=0.0, le=100.0, allow_inf_nan=False,
         description="Classifier-free guidance of a guidance-distilled model.",
@@ -259,3 +273,28 @@ PARAMS: dict[str, type[StageParams]] = {
     "DiT": DiTParams,
     "decode": DecodeParams,
 }
+
+
+def parameter_model(engine_type: str, more: Sequence[str] = ()) -> type[StageParams]:
+    """The parameters of a stage: its engine type's, and ``more`` of other types by name.
+
+    Raises:
+        ValueError: no engine type has a parameter of such a name.
+    """
+    return _extended(engine_type, tuple(more))
+
+
+@cache
+def _extended(engine_type: str, more: tuple[str, ...]) -> type[StageParams]:
+    own = PARAMS[engine_type]
+    if not more:
+        return own
+    others = {n: f for model in PARAMS.values() for n, f in model.model_fields.items()}
+    if unknown := [name for name in more if name not in others]:
+        raise ValueError(f"unknown parameter {unknown[0]!r}; allowed: {', '.join(sorted(others))}")
+    fields: dict[str, Any] = {
+        name: (others[name].annotation, others[name])
+        for name in more
+        if name not in own.model_fields
+    }
+    return create_model(own.__name__, __base__=own, **fields)

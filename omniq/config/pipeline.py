@@ -7,34 +7,46 @@ the request's own inputs, and ``outputs`` names what the client gets back.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Literal
+from importlib.metadata import entry_points
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from omniq.config.params import PARAMS
 from omniq.config.stage import ConfigModel, Modality, OmniStageConfig
 
 PORT = r"^[a-z][a-z0-9_]{0,31}\.[a-z][a-z0-9_]{0,63}$"
 REQUEST = "input"
 LEAST_LIMIT = 16
+#: Types of inputs that are files.
+FILES = ("image", "audio", "video", "latents")
+#: Entry points of output handlers, by the names of the types they add.
+OUTPUT_HANDLERS = "omniq.outputs"
 
 
 class InputConfig(ConfigModel):
     """One named input of the request."""
 
-    type: Literal["text", "messages", "token_ids", "image", "latents"] = Field(
+    type: Literal["text", "messages", "token_ids", "image", "audio", "video", "latents"] = Field(
         "text",
         description="'messages' is a conversation as in OpenAI's API, 'token_ids' a list of "
-        "integers, 'image' one or several pictures, 'latents' a tensor.",
+        "integers, 'image', 'audio' and 'video' one or several files, 'latents' a tensor.",
     )
     required: bool = True
     min_length: int = Field(1, ge=0, description="Characters, or token ids.")
     max_length: int = Field(
         8_000, ge=1, description="Characters (of all messages together), or token ids."
     )
-    max_items: int = Field(1, ge=1, le=16, description="Pictures in one request.")
-    max_pixels: int = Field(1 << 24, ge=1, description="Pixels of one picture.")
+    max_items: int = Field(1, ge=1, le=16, description="Files of this input in one request.")
+    max_pixels: int = Field(1 << 24, ge=1, description="Pixels of one picture or frame.")
+    max_seconds: float = Field(60.0, gt=0, description="Of one sound or video.")
+    max_frames: int = Field(1_024, ge=1, description="Of one video, those that are taken.")
+    sample_rate: int = Field(
+        16_000, ge=1_000, le=192_000, description="Hertz at which stages get a sound."
+    )
+    fps: float | None = Field(
+        None, gt=0, le=240, description="Frames of a second that are taken of a video; unset: all."
+    )
     description: str = ""
 
 
@@ -85,12 +97,34 @@ class EdgeConfig(ConfigModel):
         return self.target.partition(".")[0]
 
 
+def _output_type(value: Modality | str) -> Modality | str:
+    if isinstance(value, Modality):
+        return value
+    added = {point.name for point in entry_points(group=OUTPUT_HANDLERS)}
+    if value not in added:
+        allowed = ", ".join(sorted({*Modality, *added}))
+        raise ValueError(f"no output type {value!r}; allowed: {allowed}")
+    return value
+
+
 class OutputConfig(ConfigModel):
     """One named result of the pipeline, made from one stage's output."""
 
     source: str = Field(alias="from", pattern=PORT)
-    type: Modality
+    type: Annotated[Modality | str, Field(union_mode="left_to_right"), AfterValidator(_output_type)]
     format: str | None = Field(None, description="Encoding, e.g. png; the type's default if unset.")
+    sample_rate: int | None = Field(
+        None,
+        ge=1_000,
+        le=192_000,
+        description="Samples of a second of sound; needed by type audio, and its only.",
+    )
+
+    @model_validator(mode="after")
+    def _rate_of_sound(self) -> OutputConfig:
+        if (self.type is Modality.AUDIO) != (self.sample_rate is not None):
+            raise ValueError("'sample_rate' is given with type 'audio', and only then")
+        return self
 
     @property
     def producer(self) -> str:
@@ -212,15 +246,15 @@ class PipelineConfig(ConfigModel):
 
     @cached_property
     def files(self) -> tuple[str, ...]:
-        """Names of the inputs that are files: pictures and tensors."""
-        return tuple(n for n, i in self.inputs.items() if i.type in ("image", "latents"))
+        """Names of the inputs that are files: pictures, sound, videos and tensors."""
+        return tuple(n for n, i in self.inputs.items() if i.type in FILES)
 
     @cached_property
     def takers(self) -> dict[str, list[OmniStageConfig]]:
         """The stages that take each request parameter, by its name."""
         found: dict[str, list[OmniStageConfig]] = {}
         for stage in self.stages:
-            for name in PARAMS[stage.engine_type].model_fields:
+            for name in stage.parameter_model.model_fields:
                 found.setdefault(name, []).append(stage)
         return found
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from omniq.config.params import PARAMS
 from omniq.config.pipeline import InputConfig, PipelineConfig
 from omniq.config.stage import OmniStageConfig
 from omniq.errors import InvalidRequest
@@ -124,13 +123,15 @@ def _file_fault(spec: InputConfig, value: Any) -> str | None:
         return "must not be null"
     if not isinstance(value, list | tuple):
         return None
-    if spec.type != "image":
+    if spec.type not in _SEVERAL:
         return "must be one file, not a list"
     if not 1 <= len(value) <= spec.max_items:
-        return f"must have 1 to {spec.max_items} pictures, has {len(value)}"
+        return f"must have 1 to {spec.max_items} {_SEVERAL[spec.type]}, has {len(value)}"
     return None
 
 
+#: Types of which a request may have several files, and how they are called.
+_SEVERAL = {"image": "pictures", "audio": "sounds", "video": "videos"}
 _TOO_DEEP = f"may hold objects and lists in at most {MOST_LEVELS} levels"
 
 
@@ -147,6 +148,8 @@ _FAULT = {
     "messages": _messages_fault,
     "token_ids": _token_ids_fault,
     "image": _file_fault,
+    "audio": _file_fault,
+    "video": _file_fault,
     "latents": _file_fault,
 }
 
@@ -178,7 +181,7 @@ def _split(
 def _check_stage(
     stage: OmniStageConfig, shared: dict[str, Any], own: dict[str, Any]
 ) -> tuple[dict[str, Any], list[Fault]]:
-    model = PARAMS[stage.engine_type]
+    model = stage.parameter_model
     given = {k: v for k, v in {**shared, **own}.items() if v is not None}
 
     def field_of(name: str) -> str:

@@ -13,7 +13,7 @@ from omniq.settings import get_settings
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A pipeline as an OpenAI model: of language, one AR stage that reads the request and answers
-    it; or of pictures, whatever its stages are.
+    it; or of pictures or of speech, whatever its stages are.
     """
 
     name: str
@@ -26,6 +26,8 @@ class ServedModel:
     """Pipeline output that is the stage's pooled embedding."""
     image: str | None
     """Pipeline output that is a picture, or several of them."""
+    audio: str | None = None
+    """Pipeline output that is speech."""
 
     def input_of(self, kind: str) -> str | None:
         """Name of the request's input of that type (``text``, ``messages``, ``token_ids``)."""
@@ -71,14 +73,21 @@ def openai_model(pipeline: PipelineConfig) -> ServedModel | None:
 
 
 def _as_model(name: str, pipeline: PipelineConfig) -> ServedModel | None:
-    """A pipeline that makes pictures from a text, or one AR stage that only the request feeds."""
+    """A pipeline that makes pictures or speech from a text, or one AR stage that only the request
+    feeds.
+    """
 
     def first(kind: Modality) -> str | None:
         return next((n for n, o in pipeline.outputs.items() if o.type is kind), None)
 
     image = first(Modality.IMAGE)
-    if image is not None and any(i.type == "text" for i in pipeline.inputs.values()):
+    reads_text = any(i.type == "text" for i in pipeline.inputs.values())
+    if image is not None and reads_text:
         return ServedModel(name, pipeline, pipeline.outputs[image].producer, None, None, image)
+    audio = first(Modality.AUDIO)
+    if audio is not None and reads_text:
+        maker = pipeline.outputs[audio].producer
+        return ServedModel(name, pipeline, maker, None, None, None, audio)
     makers = {o.producer for o in pipeline.outputs.values()}
     if len(makers) != 1 or len(pipeline.stages) != 1:
         return None

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from omniq.config.params import PARAMS
+from omniq.config.params import StageParams, parameter_model
 
 BUILTIN = "builtin:"
 MODELS_DIR = Path(__file__).resolve().parent.parent / "models"
@@ -78,18 +78,25 @@ class RetryPolicy(ConfigModel):
 
 
 class DiTCacheConfig(ConfigModel):
-    """Cache acceleration of a DiT (diffusers' cache hooks); off by default.
+    """Cache acceleration of a DiT (diffusers' cache hooks, or cache-dit); off by default.
 
     A ``preset`` sets what is not given: ``balanced`` is first_block at 0.1, ``fast`` at 0.2.
     """
 
     preset: Literal["balanced", "fast"] | None = None
-    method: Literal["none", "first_block", "taylorseer", "magcache"] = "none"
+    method: Literal["none", "first_block", "taylorseer", "magcache", "cache_dit"] = "none"
     threshold: float = Field(
-        0.08, gt=0, description="first_block: residual change; magcache: accumulated error."
+        0.08,
+        gt=0,
+        description="first_block, cache_dit: residual change; magcache: accumulated error.",
     )
     interval: int = Field(4, ge=2, description="taylorseer: steps from one computed to the next.")
-    warmup_steps: int = Field(3, ge=2, description="taylorseer: first steps, all computed.")
+    warmup_steps: int = Field(
+        3, ge=2, description="taylorseer, cache_dit: first steps, all computed."
+    )
+    first_blocks: int = Field(
+        8, ge=1, description="cache_dit: blocks that every step computes; their change decides."
+    )
     order: int = Field(1, ge=0, le=4, description="taylorseer: order of the expansion.")
     mag_ratios: list[float] = Field(
         default_factory=list, description="magcache: the model's calibrated ratios."
@@ -187,6 +194,10 @@ class OmniStageConfig(ConfigModel):
         description="Seconds an engine may take to stop a request that was cancelled or is late. "
         "Then it is stuck: its worker ends, and what ran there is delivered again.",
     )
+    more_parameters: list[str] = Field(
+        default_factory=list,
+        description="Parameters of other engine types that this stage's engine takes too.",
+    )
     defaults: dict[str, Any] = Field(default_factory=dict, description="Parameter defaults.")
     limits: dict[str, Limit] = Field(default_factory=dict, description="Parameter bounds.")
     retry: RetryPolicy = RetryPolicy()
@@ -202,13 +213,20 @@ class OmniStageConfig(ConfigModel):
             raise ValueError(f"omniq ships no such model; allowed: {allowed}")
         return value
 
+    @field_validator("more_parameters")
+    @classmethod
+    def _parameters_of_some_type(cls, value: list[str], info: Any) -> list[str]:
+        if (engine_type := info.data.get("engine_type")) is not None:
+            parameter_model(engine_type, value)
+        return value
+
     @field_validator("defaults", "limits")
     @classmethod
     def _known_parameters(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:
-        engine_type = info.data.get("engine_type")
-        if engine_type is None:  # already reported
+        engine_type, more = (info.data.get(name) for name in ("engine_type", "more_parameters"))
+        if engine_type is None or more is None:  # already reported
             return value
-        allowed = PARAMS[engine_type].model_fields
+        allowed = parameter_model(engine_type, more).model_fields
         if unknown := sorted(set(value) - set(allowed)):
             raise ValueError(
                 f"unknown parameter {unknown[0]!r} of a {engine_type} stage; "
@@ -220,11 +238,16 @@ class OmniStageConfig(ConfigModel):
     def _consistent(self) -> OmniStageConfig:
         if self.dit is not None and self.engine_type is not EngineType.DIT:
             raise ValueError(f"'dit' belongs to DiT stages, not to a {self.engine_type} stage")
-        PARAMS[self.engine_type].model_validate(self.defaults)
+        self.parameter_model.model_validate(self.defaults)
         for name, limit in self.limits.items():
             if name in self.defaults and (fault := limit.fault(self.defaults[name])) is not None:
                 raise ValueError(f"default of {name!r} {fault}")
         return self
+
+    @property
+    def parameter_model(self) -> type[StageParams]:
+        """What a request may say to this stage, before its ``limits``."""
+        return parameter_model(self.engine_type, self.more_parameters)
 
     @property
     def model_path(self) -> str:

@@ -65,6 +65,22 @@ BUILTIN = (
         "diffusion",
     ),
     EngineSpec(EngineType.AR, "vllm", "omniq.engines.ar_vllm:VLLMAREngine", ("vllm",), "vllm"),
+    EngineSpec(
+        EngineType.AR,
+        "glm_image",
+        "omniq.engines.ar_glm_image:GlmImageAREngine",
+        _TORCH,
+        "diffusion",
+    ),
+    EngineSpec(EngineType.AR, "csm", "omniq.engines.ar_csm:CsmAREngine", _TORCH, "diffusion"),
+    EngineSpec(EngineType.DECODE, "codec", "omniq.engines.codec:CodecEngine", _TORCH, "diffusion"),
+    EngineSpec(
+        EngineType.ENCODE,
+        "vllm",
+        "omniq.engines.encode_vllm:VLLMPromptEncoder",
+        ("vllm", "diffusers", "greenlet"),
+        "vllm",
+    ),
     *(
         EngineSpec(
             part,

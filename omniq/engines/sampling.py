@@ -18,6 +18,8 @@ UNFORCED = {"tool_choice": ("auto", "none"), "parallel_tool_calls": (True,)}
 
 # Below this a distribution is its argmax in float32 (vLLM draws the line at the same place).
 GREEDY_BELOW = 1e-5
+#: What ``generate`` of transformers takes where nobody says anything.
+GENERATE_TOP_K = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,29 @@ class Sampling:
         return self.temperature < GREEDY_BELOW
 
 
+def generation_defaults(config: Any, *, sample: bool = True) -> dict[str, Any]:
+    """Sampling as transformers' ``generate(do_sample=sample)`` has it by a ``GenerationConfig``."""
+    if not sample:
+        return {"temperature": 0.0}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {n: v for n in names if (v := getattr(config, n, None)) is not None}
+    return {"top_k": GENERATE_TOP_K, **given}
+
+
+def refuse_parameters(params: Mapping[str, Any], names: Collection[str], reason: str) -> None:
+    """Refuse parameters that an engine would not use.
+
+    Raises:
+        InvalidRequest: with a field for each that is given.
+    """
+    given = [name for name in params if name in names and params[name] is not None]
+    if given:
+        fields = [
+            {"field": f"parameters.{n}", "message": f"not for this model: {reason}"} for n in given
+        ]
+        raise InvalidRequest(f"{given[0]}: {fields[0]['message']}", fields=fields)
+
+
 class Sampler:
     """Draws one sequence's tokens from its own generator, whatever else runs.
 
@@ -85,6 +110,7 @@ class Sampler:
     Args:
         end_ids: tokens that may not come before ``min_tokens``.
         index: which of the request's ``n`` sequences; its seed is ``seed + index``, as in vLLM.
+        generator: drawn from instead of an own one, by samplers that take turns.
     """
 
     def __init__(
@@ -94,16 +120,20 @@ class Sampler:
         *,
         end_ids: Collection[int] = (),
         index: int = 0,
+        generator: torch.Generator | None = None,
     ) -> None:
         self.sampling = sampling
         self._seen = set(prompt_ids)
         self._made: Counter[int] = Counter()
         self._end_ids = sorted({*end_ids, *sampling.stop_token_ids})
-        self._generator = torch.Generator("cpu")
+        #: Where the draws come from.
+        self.generator = generator or torch.Generator("cpu")
+        if generator is not None:
+            return
         if sampling.seed is None:
-            self._generator.seed()
+            self.generator.seed()
         else:
-            self._generator.manual_seed(sampling.seed + index)
+            self.generator.manual_seed(sampling.seed + index)
 
     def pick(self, logits: torch.Tensor) -> int:
         """Next token id from ``logits`` [vocab], any float dtype and device.
@@ -187,4 +217,4 @@ class Sampler:
             dropped = ascending.softmax(0).cumsum(0) <= 1.0 - top_p
             dropped[-1] = False  # the most likely token always stays
             scores[order[dropped]] = -torch.inf
-        return int(torch.multinomial(scores.softmax(0), 1, generator=self._generator))
+        return int(torch.multinomial(scores.softmax(0), 1, generator=self.generator))

@@ -11,8 +11,10 @@ from omniq.config.pipeline import InputConfig, PipelineConfig
 from omniq.errors import ArtifactNotFound, InputTooLarge, JobNotFound
 from omniq.inputs.faults import invalid, too_large
 from omniq.inputs.pictures import pixels_of, transparency_of
+from omniq.inputs.sounds import samples_of
 from omniq.inputs.sources import ArtifactId, source_of
 from omniq.inputs.tensors import tensor_file
+from omniq.inputs.videos import frames_of
 from omniq.settings import get_settings
 
 #: Bytes of a result file by job id and name; InputTooLarge instead of reading too many.
@@ -25,8 +27,9 @@ _HEADER = 4096
 class InputFile:
     """One input, read: a blob for the stages, and what the job's record shows of it.
 
-    ``data`` is a safetensors file: of pictures one tensor uint8 [H, W, 3] each, in order of their
-    names.
+    ``data`` is a safetensors file: one tensor for each file that the client gave, in order of their
+    names. Pictures are uint8 [H, W, 3], sound is float32 [samples] (mono, at the input's
+    ``sample_rate``), videos are uint8 [frames, H, W, 3].
     """
 
     data: bytes = field(repr=False)
@@ -82,8 +85,7 @@ async def _read(name: str, spec: InputConfig, value: Any, fetch: FETCH, local: b
         await _fetched(await asyncio.to_thread(source_of, item, where, local=local), where, fetch)
         for item, where in zip(given, fields, strict=True)
     ]
-    make = _pictures if spec.type == "image" else _latents
-    return await asyncio.to_thread(make, spec, sources, fields)
+    return await asyncio.to_thread(_MAKE[spec.type], spec, sources, fields)
 
 
 async def _fetched(source: Any, where: str, fetch: FETCH) -> Any:
@@ -99,15 +101,50 @@ async def _fetched(source: Any, where: str, fetch: FETCH) -> Any:
 
 
 def _pictures(spec: InputConfig, sources: list[Any], fields: list[str]) -> InputFile:
-    from safetensors.numpy import save  # noqa: PLC0415 - few requests need it
+    def picture(source: Any, where: str, left: int) -> tuple[Any, dict[str, Any]]:
+        pixels = pixels_of(source, where, spec.max_pixels)
+        return pixels, {"width": pixels.shape[1], "height": pixels.shape[0]}
 
-    pictures, nbytes = {}, 0
+    return _arrays(picture, sources, fields)
+
+
+def _sounds(spec: InputConfig, sources: list[Any], fields: list[str]) -> InputFile:
+    def sound(source: Any, where: str, left: int) -> tuple[Any, dict[str, Any]]:
+        samples = samples_of(source, where, spec.sample_rate, spec.max_seconds)
+        return samples, {"sample_rate": spec.sample_rate, "samples": len(samples)}
+
+    return _arrays(sound, sources, fields)
+
+
+def _videos(spec: InputConfig, sources: list[Any], fields: list[str]) -> InputFile:
+    def video(source: Any, where: str, left: int) -> tuple[Any, dict[str, Any]]:
+        frames, fps = frames_of(source, where, spec, left)
+        count, height, width = frames.shape[:3]
+        return frames, {"width": width, "height": height, "frames": count, "fps": fps}
+
+    return _arrays(video, sources, fields)
+
+
+def _arrays(
+    read: Callable[[Any, str, int], tuple[Any, dict[str, Any]]],
+    sources: list[Any],
+    fields: list[str],
+) -> InputFile:
+    """``read`` makes of one file, given its field and the bytes left, an array and what is shown
+    of it.
+    """
+    import numpy as np  # noqa: PLC0415 - few requests need it
+    from safetensors.numpy import save  # noqa: PLC0415 - as above
+
+    arrays, shown, nbytes = {}, [], 0
     for i, (source, where) in enumerate(zip(sources, fields, strict=True)):
-        pictures[f"{i:04d}"] = pixels = pixels_of(source, where, spec.max_pixels)
-        nbytes += pixels.nbytes
+        array, facts = read(source, where, _most_bytes() - nbytes)
+        nbytes += array.nbytes
         _check_blob(nbytes, where)
-    shown = [{"width": p.shape[1], "height": p.shape[0]} for p in pictures.values()]
-    return InputFile(bytes(save(pictures)), shown)
+        # safetensors writes the memory as it lies, whatever the strides.
+        arrays[f"{i:04d}"] = np.ascontiguousarray(array)
+        shown.append(facts)
+    return InputFile(bytes(save(arrays)), shown)
 
 
 def _latents(spec: InputConfig, sources: list[Any], fields: list[str]) -> InputFile:
@@ -118,8 +155,15 @@ def _latents(spec: InputConfig, sources: list[Any], fields: list[str]) -> InputF
 
 def _check_blob(nbytes: int, field: str) -> None:
     """Small files may hold much; what all of an input's hold must be storable."""
-    most = get_settings().redis_blob_max_bytes
-    if nbytes > most - _HEADER:
+    most = _most_bytes()
+    if nbytes > most:
         raise too_large(
             field, f"has {nbytes} bytes decoded, with those before it; {most} are allowed"
         )
+
+
+def _most_bytes() -> int:
+    return get_settings().redis_blob_max_bytes - _HEADER
+
+
+_MAKE = {"image": _pictures, "audio": _sounds, "video": _videos, "latents": _latents}

@@ -13,6 +13,8 @@ from omniq.errors import ConfigError, OmniqError
 if TYPE_CHECKING:
     import torch
 
+    from omniq.jobs.model import JobSpec
+
 
 class OutputError(OmniqError):
     """A stage's output does not have the form its output type demands."""
@@ -24,12 +26,22 @@ class OutputError(OmniqError):
 class OutputContext:
     """Whose output it is: goes into the metadata of files.
 
-    ``parameters`` are the job's complete parameters by stage id.
+    ``parameters`` are the job's complete parameters by stage id; ``sample_rate`` is what the
+    output's declaration says (hertz). ``pipeline`` is its name and version, ``NAME@N``.
     """
 
     job_id: str
     prompt: str = ""
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    sample_rate: int | None = None
+    pipeline: str = ""
+
+    @classmethod
+    def of_job(cls, spec: JobSpec) -> OutputContext:
+        """Of a job's request; the prompt is its first text."""
+        prompt = next((v for v in spec.inputs.values() if isinstance(v, str)), "")
+        pipeline = f"{spec.pipeline}@{spec.pipeline_version}"
+        return cls(spec.id, prompt, spec.parameters, pipeline=pipeline)
 
     @property
     def seed(self) -> int | dict[str, int] | None:
@@ -53,7 +65,7 @@ class OutputContext:
             stage: {**p, "seed": (p["seed"] + index) % 2**63} if p.get("seed") is not None else p
             for stage, p in self.parameters.items()
         }
-        return OutputContext(self.job_id, self.prompt, parameters)
+        return replace(self, parameters=parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +114,12 @@ class OutputHandler(abc.ABC):
         Raises:
             OutputError: ``data`` does not have the form this type demands.
         """
+
+    def piece(self, name: str, form: str, data: Any, context: OutputContext) -> ProcessedOutput:
+        """Encode one chunk of an output that is streamed; as :meth:`encode` unless a type has a
+        form for parts.
+        """
+        return self.encode(name, form, data, context)
 
     def format_of(self, name: str, config: OutputConfig) -> str:
         """The configured format, or the type's default.

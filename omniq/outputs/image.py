@@ -18,6 +18,7 @@ from omniq.outputs.base import (
     rgb_items,
     several,
 )
+from omniq.settings import get_settings
 
 SOFTWARE = f"omniq {__version__}"
 SAVE_OPTIONS: dict[str, dict[str, Any]] = {
@@ -27,13 +28,15 @@ SAVE_OPTIONS: dict[str, dict[str, Any]] = {
 }
 # EXIF in a JPEG ends at 64 KiB, and a character may take 12 bytes as escaped JSON.
 EXIF_PROMPT_CHARS = 4000
+EXIF_COMMENT_BYTES = 60_000
 
 
 class ImageHandler(OutputHandler):
     """Pixels, uint8 [H, W, 3] RGB, become a picture file; [n, H, W, 3] become n of them.
 
-    PNG files carry text chunks ``prompt``, ``seed``, ``parameters`` (JSON by stage), ``job_id`` and
-    ``Software``; WebP and JPEG the same as JSON in the EXIF user comment.
+    PNG files carry text chunks ``prompt``, ``seed``, ``parameters`` (JSON by stage),
+    ``pipeline``, ``job_id`` and ``Software``; WebP and JPEG the same as JSON in the EXIF user
+    comment. With ``OMNIQ_EMBED_METADATA`` off only the software is named.
     """
 
     formats = ("png", "webp", "jpeg")
@@ -66,13 +69,21 @@ def encoded(
 
 
 def facts_of(context: OutputContext) -> dict[str, Any]:
-    """What files say about how they were made."""
+    """What files say about how they were made; nothing with ``OMNIQ_EMBED_METADATA`` off."""
+    if not get_settings().embed_metadata:
+        return {}
     return {
         "prompt": context.prompt,
         "seed": context.seed,
         "parameters": {stage: dict(p) for stage, p in context.parameters.items()},
+        "pipeline": context.pipeline,
         "job_id": context.job_id,
     }
+
+
+def comment_of(context: OutputContext) -> str:
+    """The same and the software as JSON, for files whose muxer signs them itself (FFmpeg's)."""
+    return json.dumps({**facts_of(context), "software": SOFTWARE})
 
 
 def _metadata(form: str, context: OutputContext) -> dict[str, Any]:
@@ -86,9 +97,20 @@ def _metadata(form: str, context: OutputContext) -> dict[str, Any]:
                 chunks.add_text(key, value if isinstance(value, str) else json.dumps(value))
         chunks.add_text("Software", SOFTWARE)
         return {"pnginfo": chunks}
-    facts["prompt"] = context.prompt[:EXIF_PROMPT_CHARS]
+    return {"exif": exif_of(facts)}
+
+
+def exif_of(facts: dict[str, Any]) -> Image.Exif:
+    """What files say, as EXIF: the software, and the rest as JSON in the user comment.
+
+    A JPEG has room for 64 KiB: a prompt is cut, and parameters that are too long are left out.
+    """
     exif = Image.Exif()
     exif[ExifTags.Base.Software] = SOFTWARE
-    comment = b"ASCII\0\0\0" + json.dumps(facts).encode("ascii")
-    exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = comment
-    return {"exif": exif}
+    if facts:
+        short = {**facts, "prompt": facts["prompt"][:EXIF_PROMPT_CHARS]}
+        comment = json.dumps(short).encode("ascii")
+        if len(comment) > EXIF_COMMENT_BYTES:
+            comment = json.dumps({**short, "parameters": None}).encode("ascii")
+        exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = b"ASCII\0\0\0" + comment
+    return exif

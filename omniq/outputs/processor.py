@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import Any
 
 from omniq.config import OutputConfig
+from omniq.config.pipeline import OUTPUT_HANDLERS
 from omniq.errors import ConfigError
+from omniq.outputs.audio import AudioHandler
 from omniq.outputs.base import OutputContext, OutputHandler, ProcessedOutput
 from omniq.outputs.image import ImageHandler
 from omniq.outputs.json import JSONHandler
@@ -15,12 +18,11 @@ from omniq.outputs.tensors import TensorsHandler
 from omniq.outputs.text import TextHandler, TextImageHandler
 from omniq.outputs.video import VideoHandler
 
-ENTRY_POINTS = "omniq.outputs"
-
 BUILTIN: dict[str, type[OutputHandler]] = {
     "text": TextHandler,
     "image": ImageHandler,
     "text+image": TextImageHandler,
+    "audio": AudioHandler,
     "video": VideoHandler,
     "latents": TensorsHandler,
     "hidden_states": TensorsHandler,
@@ -33,7 +35,7 @@ class MultimodalOutputProcessor:
     """Turns stage outputs into values and files, one handler for each output type.
 
     Built-in types come first; an entry point in the group ``omniq.outputs``
-    (``audio = package.module:Handler``) adds a type that omniq lacks.
+    (``mesh = package.module:Handler``) adds a type that omniq lacks.
 
     Raises:
         ConfigError: an entry point's object is no :class:`OutputHandler` class.
@@ -41,7 +43,7 @@ class MultimodalOutputProcessor:
 
     def __init__(self) -> None:
         self._handlers = {name: handler() for name, handler in BUILTIN.items()}
-        for point in entry_points(group=ENTRY_POINTS):
+        for point in entry_points(group=OUTPUT_HANDLERS):
             if point.name in self._handlers:
                 continue
             handler = point.load()
@@ -79,13 +81,22 @@ class MultimodalOutputProcessor:
             OutputError: ``data`` is not what the type demands.
         """
         handler = self._handler(name, config)
+        context = replace(context, sample_rate=config.sample_rate)
         return handler.encode(name, handler.format_of(name, config), data, context)
+
+    def piece(
+        self, name: str, config: OutputConfig, data: Any, context: OutputContext
+    ) -> ProcessedOutput:
+        """Encode one chunk of a pipeline output that is streamed. As :meth:`process`."""
+        handler = self._handler(name, config)
+        context = replace(context, sample_rate=config.sample_rate)
+        return handler.piece(name, handler.format_of(name, config), data, context)
 
     def _handler(self, name: str, config: OutputConfig) -> OutputHandler:
         try:
-            return self._handlers[config.type.value]
+            return self._handlers[str(config.type)]
         except KeyError:
             raise ConfigError(
-                f"output {name!r}: no handler for type {config.type.value!r}; "
+                f"output {name!r}: no handler for type {str(config.type)!r}; "
                 f"allowed: {', '.join(self.types)}"
             ) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from fractions import Fraction
 from importlib.util import find_spec
 from typing import Any
@@ -21,7 +20,7 @@ from omniq.outputs.base import (
     rgb_items,
     several,
 )
-from omniq.outputs.image import SOFTWARE, facts_of
+from omniq.outputs.image import comment_of, exif_of, facts_of
 
 #: Frames a second where neither the request nor a stage's defaults say.
 FPS = 16.0
@@ -35,9 +34,9 @@ Frames = np.ndarray[Any, np.dtype[np.uint8]]
 class VideoHandler(OutputHandler):
     """Frames, uint8 [F, H, W, 3] RGB, become a video file; [n, F, H, W, 3] become n of them.
 
-    ``mp4`` is H.264 and needs PyAV (``omniq[video]``); ``webp`` and ``gif`` are animations and need
-    nothing. Frames a second are the parameter ``fps`` of the decode stage, else 16. MP4 files carry
-    how they were made as JSON in their comment.
+    ``mp4`` is H.264 and needs PyAV (``omniq[media]``); ``webp`` and ``gif`` are animations and need
+    nothing. Frames a second are the parameter ``fps`` of the decode stage, else 16. MP4 and
+    GIF files carry how they were made as JSON in their comment, WebP files in EXIF.
     """
 
     formats = ("mp4", "webp", "gif")
@@ -48,7 +47,11 @@ class VideoHandler(OutputHandler):
 
         def encode(name: str, context: OutputContext, frames: Frames) -> EncodedArtifact:
             fps = context.fps or FPS
-            encoded = _mp4(frames, fps, context) if form == "mp4" else _animation(frames, fps, form)
+            encoded = (
+                _mp4(frames, fps, context)
+                if form == "mp4"
+                else _animation(frames, fps, form, context)
+            )
             count, height, width = frames.shape[:3]
             meta = {"width": width, "height": height, "frames": count, "fps": fps, "format": form}
             return EncodedArtifact(name, CONTENT_TYPES[form], encoded, meta)
@@ -65,7 +68,7 @@ class VideoHandler(OutputHandler):
         if form == "mp4" and find_spec("av") is None:
             raise ConfigError(
                 f"output {name!r}: format 'mp4' needs PyAV, which is not installed",
-                hint="pip install 'omniq[video]', or set format: webp",
+                hint="pip install 'omniq[media]', or set format: webp",
             )
         return form
 
@@ -75,8 +78,7 @@ def _mp4(frames: Frames, fps: float, context: OutputContext) -> bytes:
 
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
-        container.metadata["comment"] = json.dumps(facts_of(context))
-        container.metadata["encoder"] = SOFTWARE
+        container.metadata["comment"] = comment_of(context)
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width = frames.shape[1:3]
         # Halved colour, which browsers ask for, needs even sides.
@@ -89,10 +91,12 @@ def _mp4(frames: Frames, fps: float, context: OutputContext) -> bytes:
     return file.getvalue()
 
 
-def _animation(frames: Frames, fps: float, form: str) -> bytes:
+def _animation(frames: Frames, fps: float, form: str, context: OutputContext) -> bytes:
     file = io.BytesIO()
     first, *rest = (Image.fromarray(pixels) for pixels in frames)
-    more = {"quality": 90} if form == "webp" else {}
+    more: dict[str, Any] = {"comment": comment_of(context).encode("ascii")}
+    if form == "webp":
+        more = {"quality": 90, "exif": exif_of(facts_of(context))}
     # Milliseconds; PIL drops frames that equal the one before and makes that one last longer.
     duration = max(1, round(1000 / fps))
     first.save(file, form, save_all=True, append_images=rest, duration=duration, loop=0, **more)

@@ -21,8 +21,10 @@ from omniq.engines.registry import vllm_installed
 from omniq.engines.text import is_template
 from omniq.engines.vllm import contract
 from omniq.errors import ConfigError
+from omniq.serve.overrides import read_overrides
 
 ENGINES = ("auto", "vllm", "transformers")
+ENCODERS = ("diffusers", "vllm")
 KNOWN_PORTS = range(1, 65536)
 USAGE = "omniq serve MODEL [options]"
 
@@ -62,7 +64,9 @@ WITHOUT_EFFECT = frozenset(
 )
 OURS = frozenset({"host", "port", "api_key", "served_model_name"})
 #: Of vLLM's parser, not its server: where the model is named, and where more flags are.
-PARSERS_OWN = frozenset({"model", "model_tag", "config", "omni", "engine"})
+PARSERS_OWN = frozenset({"model", "model_tag", "config", "omni"})
+#: omniq's own flags.
+OMNIQS = frozenset({"engine", "encoder", "gpus", "stage_overrides"})
 #: What is so anyway: calls are read where there is a parser, and usage tells cached tokens.
 IMPLIED = frozenset({"enable_auto_tool_choice", "enable_prompt_tokens_details"})
 _PROXY = "let a reverse proxy in front of the API do it"
@@ -122,6 +126,12 @@ class ServeFlags:
     api_keys: tuple[str, ...] = ()
     served_names: tuple[str, ...] = ()
     engine_args: dict[str, Any] = field(default_factory=dict)
+    encoder: str = "diffusers"
+    """Engine of the stage that encodes prompts for a DiT."""
+    gpus: int | None = None
+    """GPUs to spread the stages over; None: those that are visible here."""
+    stage_overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Fields of stages, by stage id."""
     settings: dict[str, Any] = field(default_factory=dict)
     """omniq's settings by their names."""
     without_effect: tuple[str, ...] = ()
@@ -139,6 +149,9 @@ def parse(args: Sequence[str]) -> ServeFlags:
     parsers, engine_names = _vllm_parsers() if vllm_installed() else _own_parsers()
     parsers.serve.add_argument("--omni", action="store_true", help=argparse.SUPPRESS)
     parsers.serve.add_argument("--engine", choices=ENGINES, help="Engine of the AR stage.")
+    parsers.serve.add_argument("--encoder", choices=ENCODERS, help="Engine that encodes prompts.")
+    parsers.serve.add_argument("--gpus", type=int, help="GPUs to spread the stages over.")
+    parsers.serve.add_argument("--stage-overrides", help="YAML file, or the mapping itself.")
     given = _given(parsers, args)
     model = given.get("model_tag") or given.get("model")
     if not model:
@@ -148,7 +161,9 @@ def parse(args: Sequence[str]) -> ServeFlags:
     port = given.get("port")
     if port is not None and port not in KNOWN_PORTS:
         raise ConfigError(f"--port: must be 1 to 65535; got {port}")
-    accepted = (STAGE_OPTIONS, API_OPTIONS, WITHOUT_EFFECT, OURS, PARSERS_OWN, IMPLIED)
+    if given.get("gpus", 0) < 0:
+        raise ConfigError(f"--gpus: must be 0 or more; got {given['gpus']}")
+    accepted = (STAGE_OPTIONS, API_OPTIONS, WITHOUT_EFFECT, OURS, OMNIQS, PARSERS_OWN, IMPLIED)
     if refused := sorted(set(given).difference(engine_names, *accepted)):
         why = "; ".join(
             f"{_flag(name)}: {REFUSED.get(name, 'omniq has no such option')}" for name in refused
@@ -165,9 +180,14 @@ def parse(args: Sequence[str]) -> ServeFlags:
             STAGE_OPTIONS.get(name, name): _json(STAGE_OPTIONS.get(name, name), value)
             for name, value in given.items()
             if (name in engine_names or name in STAGE_OPTIONS)
-            and name not in OURS | PARSERS_OWN
+            and name not in OURS | OMNIQS | PARSERS_OWN
             and name not in WITHOUT_EFFECT
         },
+        encoder=given.get("encoder", "diffusers"),
+        gpus=given.get("gpus"),
+        stage_overrides=read_overrides(given["stage_overrides"])
+        if "stage_overrides" in given
+        else {},
         settings={API_OPTIONS[name]: value for name, value in given.items() if name in API_OPTIONS},
         without_effect=tuple(_flag(n) for n in sorted(WITHOUT_EFFECT & set(given))),
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+
+from omniq_workers.devices import visible_gpus
 
 from omniq.config import (
     EngineType,
@@ -16,14 +17,11 @@ from omniq.config import (
 from omniq.config.loader import SUFFIXES
 from omniq.engines.registry import vllm_installed
 from omniq.errors import ConfigError
-from omniq.json_file import read_json
+from omniq.resolve import BuildOptions, ModelFiles, pipeline_for
 from omniq.serve.flags import ServeFlags
+from omniq.serve.overrides import overridden
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-DIFFUSERS = "model_index.json"
-#: Requests in flight when ``--max-num-seqs`` says nothing: vLLM's own default on small machines.
-MAX_NUM_SEQS = 256
-MAX_INPUT = 1 << 31
 SERVED = "-served"
 
 
@@ -31,93 +29,47 @@ def resolve_model(flags: ServeFlags) -> PipelineConfig:
     """The pipeline that serves ``flags.model``, which is (first that fits)
 
     - the name of a known pipeline, or a pipeline's YAML file,
-    - a diffusers folder that a known pipeline is made for,
-    - a language model's folder, or its name on the hub.
+    - a folder that a known pipeline is made for,
+    - a model of a known family (``omniq.resolve``), in a folder or by its name on the hub.
+
+    ``--stage-overrides`` then change its stages.
 
     Raises:
         ConfigError: none of these, or flags that its stages cannot take.
     """
+    pipeline = _resolved(flags)
+    if not flags.stage_overrides:
+        return pipeline
+    known = available_pipelines().get(pipeline.name) == pipeline
+    stages = overridden(pipeline, flags.stage_overrides)
+    return _with_stages(pipeline, stages, _served_name(pipeline) if known else pipeline.name)
+
+
+def _resolved(flags: ServeFlags) -> PipelineConfig:
     known = available_pipelines()
     if flags.model in known:
         return _with_flags(known[flags.model], flags)
     path = Path(flags.model)
     if path.suffix in SUFFIXES:
         return _with_flags(load_pipeline(path), flags)
-    if (path / DIFFUSERS).is_file():
-        return _with_flags(_made_for(path, known), flags)
+    if path.is_dir() and (made := _made_for(path, known)) is not None:
+        return _with_flags(made, flags)
     if path.is_dir() or HUB_NAME.fullmatch(flags.model):
-        return language_model(flags)
+        gpus = visible_gpus() if flags.gpus is None else flags.gpus
+        options = BuildOptions(flags.engine, flags.engine_args, flags.encoder, gpus)
+        return pipeline_for(ModelFiles(flags.model), options)
     raise ConfigError(
         f"MODEL {flags.model!r} is no pipeline, no folder and no hub name",
         hint=f"known pipelines: {', '.join(known)}",
     )
 
 
-def language_model(flags: ServeFlags) -> PipelineConfig:
-    """A pipeline of one AR stage around a language model.
-
-    Its inputs are ``prompt`` (as it is), ``messages`` (by the chat template) or
-    ``token_ids``; its outputs ``text``, ``finish_reason`` and ``choices``.
-
-    Raises:
-        ConfigError: there is no such model, or it is no language model.
-    """
-    path = Path(flags.model)
-    model = str(path.resolve()) if path.is_dir() else flags.model
-    config = _json_file(model, "config.json")
-    if config is None:
-        raise ConfigError(f"{model}: no config.json, so this is no model folder")
-    if not config.get("architectures"):
-        raise ConfigError(f"{model}: config.json names no architectures")
-    args = dict(flags.engine_args)
-    engine = flags.engine
-    if engine == "auto":
-        engine = "vllm" if vllm_installed() else "transformers"
-    stage: dict[str, Any] = {
-        "stage_id": "ar",
-        "engine_type": "AR",
-        "engine": engine,
-        "model": model,
-        "input_modalities": ["text"],
-        "output_modalities": ["text"],
-        "dtype": args.pop("dtype", "auto"),
-        "max_in_flight": args.pop("max_num_seqs", MAX_NUM_SEQS),
-        # A prompt is text to go on from; what is to be answered are messages.
-        "engine_args": {"chat_template": False, **args},
-    }
-    inputs = {
-        "prompt": {"type": "text", "required": False, "max_length": MAX_INPUT},
-        "messages": {"type": "messages", "required": False, "max_length": MAX_INPUT},
-        "token_ids": {"type": "token_ids", "required": False, "max_length": MAX_INPUT},
-    }
-    return PipelineConfig.model_validate(
-        {
-            "name": _name(path.name),
-            "description": f"{flags.model}, served by itself.",
-            "inputs": inputs,
-            "stages": [stage],
-            "edges": [{"from": f"input.{name}", "to": f"ar.{name}"} for name in inputs],
-            "outputs": {
-                "text": {"from": "ar.text", "type": "text"},
-                "finish_reason": {"from": "ar.finish_reason", "type": "text"},
-                "choices": {"from": "ar.choices", "type": "json"},
-            },
-        }
-    )
-
-
-def _made_for(folder: Path, known: dict[str, PipelineConfig]) -> PipelineConfig:
+def _made_for(folder: Path, known: dict[str, PipelineConfig]) -> PipelineConfig | None:
     """The known pipeline whose stages load that very folder."""
     for pipeline in known.values():
         if any(Path(s.model_path).resolve() == folder.resolve() for s in pipeline.stages):
             return pipeline
-    index = read_json(folder / DIFFUSERS)
-    models = ", ".join(f"{p.name} ({p.stages[0].model})" for p in known.values())
-    raise ConfigError(
-        f"{folder} is a diffusers folder ({index.get('_class_name', 'of no class')}) and no known "
-        f"pipeline is made for it; known: {models}",
-        hint="write a pipeline file with its stages and pass that: docs/pipelines.md",
-    )
+    return None
 
 
 def _with_flags(pipeline: PipelineConfig, flags: ServeFlags) -> PipelineConfig:
@@ -134,8 +86,20 @@ def _with_flags(pipeline: PipelineConfig, flags: ServeFlags) -> PipelineConfig:
         )
     changed = _stage_with(ar[0], flags)
     stages = [changed if s is ar[0] else s for s in pipeline.stages]
-    name = pipeline.name[: 64 - len(SERVED)] + SERVED
-    return pipeline.model_copy(update={"name": name, "stages": stages})
+    return _with_stages(pipeline, stages, _served_name(pipeline))
+
+
+def _with_stages(
+    pipeline: PipelineConfig, stages: list[OmniStageConfig], name: str
+) -> PipelineConfig:
+    """Made anew: a copy would keep what the pipeline has looked up in its old stages."""
+    mapping = pipeline.model_dump(by_alias=True, exclude_unset=True)
+    mapping["stages"] = [stage.model_dump(exclude_unset=True) for stage in stages]
+    return PipelineConfig.model_validate({**mapping, "name": name})
+
+
+def _served_name(pipeline: PipelineConfig) -> str:
+    return pipeline.name[: 64 - len(SERVED)] + SERVED
 
 
 def _stage_with(stage: OmniStageConfig, flags: ServeFlags) -> OmniStageConfig:
@@ -152,54 +116,3 @@ def _stage_with(stage: OmniStageConfig, flags: ServeFlags) -> OmniStageConfig:
         "engine_args": {**stage.engine_args, **args},
     }
     return OmniStageConfig.model_validate({**stage.model_dump(), **update})
-
-
-def _json_file(model: str, name: str) -> dict[str, Any] | None:
-    """A JSON file of a model in a folder or on the hub; None if the model has no such file.
-
-    Raises:
-        ConfigError: there is no such model, or the file holds no JSON object.
-    """
-    path = Path(model) / name
-    if not Path(model).is_dir():
-        path_or_none = _from_hub(model, name)
-        if path_or_none is None:
-            return None
-        path = path_or_none
-    return read_json(path) if path.is_file() else None
-
-
-def _from_hub(model: str, name: str) -> Path | None:
-    from huggingface_hub import (  # noqa: PLC0415 - only models from a hub need it
-        hf_hub_download,
-        try_to_load_from_cache,
-    )
-    from huggingface_hub.errors import (  # noqa: PLC0415
-        LocalEntryNotFoundError,
-        RemoteEntryNotFoundError,
-    )
-
-    try:
-        return Path(hf_hub_download(model, name))
-    except RemoteEntryNotFoundError:
-        return None
-    except LocalEntryNotFoundError as exc:
-        # Without a network the cache is all there is; a model is there with its config.json.
-        if isinstance(try_to_load_from_cache(model, "config.json"), str):
-            return None
-        raise _unreachable(model, exc) from exc
-    except (OSError, ValueError) as exc:
-        raise _unreachable(model, exc) from exc
-
-
-def _unreachable(model: str, exc: Exception) -> ConfigError:
-    first = str(exc).strip().partition("\n")[0]
-    return ConfigError(
-        f"MODEL {model!r} is no pipeline and no folder, and the hub cannot be asked for it: {first}"
-    )
-
-
-def _name(text: str) -> str:
-    """A pipeline name made of a model's name."""
-    name = re.sub(r"[^a-z0-9._-]+", "-", text.lower()).lstrip("._-")[:64]
-    return name or "model"

@@ -20,7 +20,7 @@ from omniq.jobs.model import StageResult
 from omniq.jobs.store import JobStore
 from omniq.serve.command import pipeline_yaml
 from omniq.serve.flags import ServeFlags
-from omniq.serve.target import language_model
+from omniq.serve.target import resolve_model
 from omniq.settings import get_settings
 
 BODY = {"model": "lm", "messages": [{"role": "user", "content": "hello"}]}
@@ -38,7 +38,7 @@ def _pipelines(broker: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A language model `lm`, and an embedding model."""
     (tmp_path / "lm").mkdir()
     (tmp_path / "lm" / "config.json").write_text('{"architectures": ["Some"]}')
-    pipeline = language_model(ServeFlags(str(tmp_path / "lm"), engine="transformers"))
+    pipeline = resolve_model(ServeFlags(str(tmp_path / "lm"), engine="transformers"))
     (tmp_path / "lm.yaml").write_text(pipeline_yaml(pipeline))
     (tmp_path / "embedder.yaml").write_text(EMBEDDER)
     files = [str(tmp_path / name) for name in ("lm.yaml", "embedder.yaml")]

@@ -204,10 +204,11 @@ class ChaosSystem:
         }
 
     async def strike(self) -> None:
-        """One fault, by chance."""
+        """One fault: each kind once, in any order, then by chance."""
         names = list(self.faults)
+        left = [n for n in names if not self.tally.faults[n]]
         weights = [self.faults[n][0] for n in names]
-        (name,) = self.rng.choices(names, weights)
+        name = self.rng.choice(left) if left else self.rng.choices(names, weights)[0]
         with contextlib.suppress(redis.ConnectionError):  # it is away just now
             await self.faults[name][1]()
             self.tally.faults[name] += 1

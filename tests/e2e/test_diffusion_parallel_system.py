@@ -45,7 +45,7 @@ async def test_a_worker_whose_follower_died_ends_and_its_job_is_done_by_the_next
 ) -> None:
     """With the same result; a worker's end takes its follower along."""
     model = make("flux", tmp_path / "flux")
-    args = json.dumps({"context_parallel": {"ulysses_degree": 2}})
+    args = json.dumps({"parallel": {"ulysses_degree": 2}})
     file = tmp_path / "parallel.yaml"
     file.write_text(PIPELINE.format(model=model, args=args))
     server = Valkey(tmp_path)

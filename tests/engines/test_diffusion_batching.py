@@ -75,11 +75,11 @@ async def alone_and_together(
     return alone, together, middle - before, runner.forwards - middle
 
 
-@pytest.mark.parametrize("name", ["z_image", "flux", "sd3", "qwen_image", "wan"])
+@pytest.mark.parametrize("name", ["z_image", "flux", "flux2_klein", "sd3", "qwen_image", "wan"])
 @pytest.mark.parametrize("guided", [False, True])
 async def test_batched_equals_alone(engines: Callable[[str], Any], name: str, guided: bool) -> None:
     """Different prompts, seeds and step counts; text of other lengths where the family masks."""
-    lengths = [9, 9, 9] if name in ("sd3", "wan") else [5, 12, 9]
+    lengths = [9, 9, 9] if name in ("flux2_klein", "sd3", "wan") else [5, 12, 9]
     requests = []
     for i, (steps, tokens) in enumerate(zip([4, 7, 5], lengths, strict=True)):
         guidance = cfg(name, 2.0 + i) if guided else off(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,15 @@ RATIOS = [1.0 - 0.01 * i for i in range(STEPS)]
 MAGNITUDE = {
     "method": "magcache", "mag_ratios": RATIOS, "threshold": 0.2, "num_inference_steps": STEPS,
 }  # fmt: skip
-CACHES = {"first_block": FIRST_BLOCK, "taylorseer": TAYLOR, "magcache": MAGNITUDE}
+CACHE_DIT = {"method": "cache_dit", "threshold": 0.5, "warmup_steps": 2, "first_blocks": 1}
+CACHES = {
+    "first_block": FIRST_BLOCK, "taylorseer": TAYLOR, "magcache": MAGNITUDE,
+    "cache_dit": CACHE_DIT,
+}  # fmt: skip
+needs_cache_dit = pytest.mark.skipif(
+    importlib.util.find_spec("cache_dit") is None, reason="the extra cache-dit is not installed"
+)
+METHODS = [pytest.param(m, marks=needs_cache_dit if m == "cache_dit" else ()) for m in CACHES]
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +72,33 @@ async def one(engine: Any, name: str, seed: int, **more: Any) -> Any:
     )  # fmt: skip
 
 
-def stock(method: str) -> Any:
+def enable_stock(transformer: Any, method: str) -> None:
+    """The method as its own library puts it on a transformer."""
     from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
 
-    if method == "first_block":
-        return FirstBlockCacheConfig(threshold=0.5)
-    if method == "taylorseer":
-        return TaylorSeerCacheConfig(cache_interval=3, disable_cache_before_step=3, max_order=1)
-    return MagCacheConfig(mag_ratios=RATIOS, threshold=0.2, num_inference_steps=STEPS)
+    if method == "cache_dit":
+        from cache_dit import DBCacheConfig
+        from cache_dit.caching.cache_adapters import CachedAdapter
+
+        config = DBCacheConfig(
+            Fn_compute_blocks=1,
+            residual_diff_threshold=0.5,
+            max_warmup_steps=2,
+            enable_separate_cfg=True,
+        )
+        CachedAdapter.apply(transformer, cache_config=config)
+    elif method == "first_block":
+        transformer.enable_cache(FirstBlockCacheConfig(threshold=0.5))
+    elif method == "taylorseer":
+        taylor = TaylorSeerCacheConfig(cache_interval=3, disable_cache_before_step=3, max_order=1)
+        transformer.enable_cache(taylor)
+    else:
+        transformer.enable_cache(
+            MagCacheConfig(mag_ratios=RATIOS, threshold=0.2, num_inference_steps=STEPS)
+        )
 
 
-@pytest.mark.parametrize("method", list(CACHES))
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["flux", "qwen_image"])
 async def test_cached_equals_the_stock_pipeline_with_that_cache(
     models: Callable[[str], Path], engines: Callable[..., Any], name: str, method: str
@@ -82,7 +107,7 @@ async def test_cached_equals_the_stock_pipeline_with_that_cache(
     engine = engines(name, CACHES[method])
     out = await one(engine, name, 1, **cfg(name, 3.0))
     pipeline = whole(models(name))
-    pipeline.transformer.enable_cache(stock(method))
+    enable_stock(pipeline.transformer, method)
     made = {k: v[None] for k, v in condition(name, 6, 1).items()}
     given = request(name, 1, **cfg(name, 3.0))
     del given["seed"]
@@ -101,14 +126,18 @@ async def test_cached_equals_the_stock_pipeline_with_that_cache(
     ("name", "method"),
     [(n, "first_block") for n in ("z_image", "flux", "qwen_image", "wan")]
     + [(n, "taylorseer") for n in ("z_image", "wan", "sd3")]
-    + [("qwen_image", "magcache"), ("z_image", "magcache")],
+    + [("qwen_image", "magcache"), ("z_image", "magcache")]
+    + [
+        pytest.param(n, "cache_dit", marks=needs_cache_dit)
+        for n in ("z_image", "flux", "qwen_image", "wan")
+    ],
 )
 async def test_interleaved_requests_keep_their_own_state(
     engines: Callable[..., Any], name: str, method: str
 ) -> None:
     """Bit for bit what each gets alone, and nothing is left of any."""
     cache = CACHES[method]
-    if (name, method) == ("z_image", "first_block"):
+    if name == "z_image" and method in ("first_block", "cache_dit"):
         cache = {**cache, "threshold": 20.0}  # its random blocks change more from step to step
     engine = engines(name, cache)
     alone = [await one(engine, name, seed) for seed in (1, 2)]
@@ -136,12 +165,13 @@ async def test_a_cache_that_never_hits_changes_nothing(
     assert "cache_hit_ratio" not in expected.metrics
 
 
+@pytest.mark.parametrize("method", ["first_block", METHODS[-1]])
 async def test_a_request_may_do_without_beside_one_that_does_not(
-    models: Callable[[str], Path], engines: Callable[..., Any]
+    models: Callable[[str], Path], engines: Callable[..., Any], method: str
 ) -> None:
     plain: Any = loaded_now(dit_stage(models("z_image")))
     expected = await one(plain, "z_image", 4)
-    engine = engines("z_image", FIRST_BLOCK)
+    engine = engines("z_image", CACHES[method])
     cached = await one(engine, "z_image", 5)
     without, beside = await asyncio.gather(
         one(engine, "z_image", 4, use_cache=False), one(engine, "z_image", 5)
@@ -208,6 +238,28 @@ async def test_bytes_are_bounded(models: Callable[[str], Path]) -> None:
     out = await one(engine, "flux", 1)
     assert out.metrics["cache_steps_skipped"] == 0
     assert engine.part.cache.evictions == STEPS
+
+
+def test_cache_dit_that_is_not_installed_says_so(
+    models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *a: None if name == "cache_dit" else find(name, *a),
+    )
+    with pytest.raises(ConfigError, match="needs the package cache-dit") as caught:
+        loaded_now(dit_stage(models("flux"), dit={"cache": CACHE_DIT}))
+    assert "omniq[cache-dit]" in (caught.value.hint or "")
+
+
+@needs_cache_dit
+def test_cache_dit_needs_fewer_first_blocks_than_the_model_has(
+    models: Callable[[str], Path],
+) -> None:
+    with pytest.raises(ConfigError, match=r"first_blocks 8 .* 2 blocks"):
+        loaded_now(dit_stage(models("flux"), dit={"cache": {"method": "cache_dit"}}))
 
 
 def test_presets_and_bad_configurations(models: Callable[[str], Path]) -> None:

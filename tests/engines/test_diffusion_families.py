@@ -21,7 +21,7 @@ def both(models: Made) -> Callable[..., tuple[Staged, Any]]:
 
     def get(name: str, *, pictures: bool = False) -> tuple[Staged, Any]:
         if (name, pictures) not in found:
-            sees = name == "qwen_image_edit"
+            sees = name in ("qwen_image_edit", "wan_i2v")
             staged = Staged(models(name), pictures=pictures, encoder_sees=sees)
             found[name, pictures] = (staged, whole(models(name)))
         return found[name, pictures]
@@ -54,7 +54,12 @@ CASES = [
         {"guidance_scale": 1.0, "negative_prompt": "a star"},
         {"true_cfg_scale": 1.0, "guidance_scale": None},
     ),
+    ("flux2", {"guidance_scale": 3.5}, {}),
+    ("flux2", {"height": 32, "width": 48, "max_sequence_length": 64}, {}),
+    ("flux2_klein", {"guidance_scale": 1.0}, {}),
+    ("flux2_klein", {"guidance_scale": 4.0, "height": 48}, {}),
     ("wan", {"guidance_scale": 1.0, "num_frames": 5}, {}),
+    ("wan_5b", {"guidance_scale": 4.0, "num_frames": 5}, {}),
     ("wan", {"guidance_scale": 4.0, "num_frames": 9}, {}),
     (
         "wan",
@@ -126,6 +131,72 @@ async def test_image_to_image_equals_whole(
     arguments = {"prompt": PROMPT, "image": Image.fromarray(shown.numpy()), **size, **guidance}
     _, image = reference(task, arguments, 5)
     assert np.abs(pixels.numpy().astype(int) - image.astype(int)).max() <= 1
+
+
+@pytest.mark.parametrize("name", ["flux2", "flux2_klein"])
+async def test_flux2_reference_pictures_equal_whole(
+    both: Callable[..., tuple[Staged, Any]], name: str
+) -> None:
+    """One and several pictures; without a size it is the first one's; with text they batch."""
+    from PIL import Image
+
+    staged, pipeline = both(name, pictures=True)
+    shown = {"0": picture(1, 70, 88), "1": picture(2, 64, 64)}
+    params = {"num_inference_steps": 2, "guidance_scale": 3.0}
+    for pictures in ({"0": shown["0"]}, shown):
+        _, pixels = await staged(PROMPT, {**params, "seed": 3}, pictures)
+        images = [Image.fromarray(p.numpy()) for p in pictures.values()]
+        _, image = reference(pipeline, {"prompt": PROMPT, "image": images, **params}, 3)
+        assert pixels.shape == image.shape == (68, 88, 3)
+        assert np.abs(pixels.numpy().astype(int) - image.astype(int)).max() <= 1
+    size = {"height": 32, "width": 32}
+    _, alone = await staged(PROMPT, {**params, **size, "seed": 3})
+    _, image = reference(pipeline, {"prompt": PROMPT, **params, **size}, 3)
+    assert np.abs(alone.numpy().astype(int) - image.astype(int)).max() <= 1
+
+
+async def test_flux2_latents_start_another_run(both: Callable[..., tuple[Staged, Any]]) -> None:
+    """What leaves the stage goes back in as it was: patched and normalised again."""
+    staged, _ = both("flux2")
+    pipeline, family = staged.dit.part.pipeline, staged.dit.part.family
+    latents, _ = await staged(PROMPT, {"height": 32, "width": 48, "num_inference_steps": 2})
+    grid = family.to_pipeline(pipeline, latents)
+    assert grid.shape == (1, 16, 8, 12)
+    back = family.latents(pipeline, pipeline._pack_latents(grid), (32, 48))
+    torch.testing.assert_close(back, latents, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("wan_i2v", {"guidance_scale": 1.0}),
+        ("wan_i2v", {"guidance_scale": 4.0, "negative_prompt": "a star", "height": 48}),
+        ("wan22_i2v", {"guidance_scale": 4.0}),
+        ("wan22_i2v", {"guidance_scale": 4.0, "guidance_scale_2": 2.0}),
+        ("wan_5b", {"guidance_scale": 4.0}),
+    ],
+)
+async def test_video_of_a_first_frame_equals_whole(
+    both: Callable[..., tuple[Staged, Any]], name: str, more: dict[str, Any]
+) -> None:
+    """Wan 2.1, whose encode stage sees the picture; Wan 2.2, of two transformers; its 5B model."""
+    from diffusers import WanImageToVideoPipeline
+    from PIL import Image
+
+    staged, pipeline = both(name, pictures=True)
+    pipeline = WanImageToVideoPipeline.from_pipe(pipeline)
+    pipeline.set_progress_bar_config(disable=True)
+    assert staged.encode.part._looks == (name == "wan_i2v")
+    params = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 4, **more}
+    shown = picture(2, 40, 56)
+    latents, pixels = await staged(PROMPT, {**params, "seed": 4}, shown)
+    arguments = {"prompt": PROMPT, "image": Image.fromarray(shown.numpy()), **params}
+    expected, video = reference(pipeline, arguments, 4)
+    torch.testing.assert_close(latents, expected, atol=1e-5, rtol=0)
+    assert pixels.shape == video.shape
+    assert np.abs(pixels.numpy().astype(int) - video.astype(int)).max() <= 1
+    _, other = await staged(PROMPT, {**params, "seed": 4}, picture(5, 40, 56))
+    assert not torch.equal(pixels, other), "the picture counts"
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])

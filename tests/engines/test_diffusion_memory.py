@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from engine_helpers import ask, loaded, stage, until
 
 from omniq.engines import create_engine
 from omniq.engines.base import Engine, StageOutput
-from omniq.engines.diffusion.memory import component_modules
-from omniq.errors import ConfigError
+from omniq.engines.diffusion.memory import Weights, component_modules
+from omniq.errors import ConfigError, EngineOutOfMemory
 
 SOON = {"sleep_after": 0.02}
 LEAVES = {"enable_group_offload": True}
@@ -137,6 +138,53 @@ async def test_unloading_ends_the_timer(models: Callable[[str], Path]) -> None:
     assert timer is not None
     await engine.unload()
     assert timer.cancelled()
+
+
+async def test_pipelines_that_fit_a_device_only_in_turn_serve_in_turn(
+    models: Callable[[str], Path], plain: Callable[[str], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that finds no room fails retryably and whole; when the other sleeps, it is served.
+
+    A CPU has no second memory, so the room of the device is counted here.
+    """
+    names = ("z_image", "qwen_image")
+    engines: dict[str, Any] = {
+        n: await loaded(dit_stage(models(n), engine_args=SOON if n == "z_image" else {}))
+        for n in names
+    }
+    weights = {n: e.part.weights for n, e in engines.items()}
+    room = max(w.bytes for w in weights.values())
+    for engine in engines.values():
+        assert await engine.sleep()
+    move = Weights._move
+
+    def counted(self: Weights, device: torch.device, *, back: torch.device) -> None:
+        if self.asleep:  # it wakes
+            taken = sum(w.bytes for w in weights.values() if not w.asleep)
+            if taken + self.bytes > room:
+                raise torch.OutOfMemoryError("no room")
+        move(self, device, back=back)
+
+    monkeypatch.setattr(Weights, "_move", counted)
+    first, second = engines["z_image"], engines["qwen_image"]
+
+    async def served(name: str) -> None:
+        output = await denoised(engines[name], name)
+        assert torch.equal(latents_of(output), latents_of(await denoised(plain(name), name)))
+        assert output.metrics["wake_seconds"] > 0
+
+    await served("z_image")
+    await until(lambda: weights["z_image"].asleep)
+    await served("qwen_image")
+    with pytest.raises(EngineOutOfMemory) as caught:
+        await denoised(first, "z_image")
+    assert caught.value.retryable
+    assert weights["z_image"].asleep
+    assert all(p.device.type == "cpu" for p in first.part.pipeline.transformer.parameters())
+    assert await second.sleep()
+    await served("z_image")
+    for engine in engines.values():
+        await engine.unload()
 
 
 # -- offloading --------------------------------------------------------------------------------
@@ -285,6 +333,13 @@ on_gpu = pytest.mark.skipif(
 )
 
 
+def device_memory() -> int:
+    """Bytes in use, without garbage and what cuBLAS keeps for itself."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
+
+
 @pytest.mark.gpu
 @on_gpu
 @pytest.mark.parametrize("args", [{}, ONE_AT_A_TIME], ids=["plain", "one"])
@@ -293,15 +348,16 @@ async def test_a_sleeping_stage_holds_no_device_memory(
 ) -> None:
     config = dit_stage(models("flux"), input_modalities=["image"], engine_args=args)
     engine: Any = create_engine(config, "cuda:0")
-    before = torch.cuda.memory_allocated()
+    before = device_memory()
     await engine.load()
     expected = latents_of(await denoised(engine, "flux", image=picture()))
-    assert torch.cuda.memory_allocated() - before >= engine.part.weights.most_bytes
+    assert device_memory() - before >= engine.part.weights.most_bytes
     assert await engine.sleep()
     assert all(p.device.type == "cpu" for p in engine.part.pipeline.transformer.parameters())
     output = await denoised(engine, "flux", image=picture())
     torch.testing.assert_close(latents_of(output), expected, rtol=0, atol=2e-5)
     await engine.unload()
+    assert device_memory() <= before
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ from PIL import Image
 from pydantic import ValidationError
 from safetensors import safe_open
 from safetensors.torch import load
+from sounds import tags_of
 
 from omniq import __version__
-from omniq.config import Modality, OutputConfig
+from omniq.config import OutputConfig
 from omniq.config.params import DecodeParams
 from omniq.errors import ConfigError
 from omniq.outputs import MultimodalOutputProcessor, OutputContext, ProcessedOutput
 from omniq.outputs.base import OutputError
 from omniq.outputs.pooling import INLINE_MAX
+from omniq.settings import get_settings
 
 PROMPT = "a red circle, rouge clair: é, 赤い円 🙂"
 CONTEXT = OutputContext(
@@ -35,7 +38,8 @@ PIXELS = torch.randint(0, 256, (16, 24, 3), generator=torch.Generator().manual_s
 
 
 def process(kind: str, data: Any, form: str | None = None, **more: Any) -> ProcessedOutput:
-    config = OutputConfig.model_validate({"from": "s.out", "type": kind, "format": form})
+    rate = {"sample_rate": 8_000} if kind == "audio" else {}
+    config = OutputConfig.model_validate({"from": "s.out", "type": kind, "format": form, **rate})
     context = more.pop("context", CONTEXT)
     return MultimodalOutputProcessor().process("picture", config, data, context)
 
@@ -170,6 +174,63 @@ def test_animations_need_no_extra(form: str) -> None:
     assert artifact.meta["fps"] == 16.0
 
 
+def facts_in(kind: str, form: str, data: torch.Tensor, context: OutputContext) -> dict[str, Any]:
+    """What a file says about how it was made."""
+    artifact = process(kind, {"x": data}, form, context=context).artifact
+    assert artifact is not None
+    if kind == "audio":
+        return dict(json.loads(tags_of(artifact.data)["comment"]))
+    if form == "mp4":
+        import av
+
+        with av.open(io.BytesIO(artifact.data)) as container:
+            return dict(json.loads(container.metadata["comment"]))
+    image = Image.open(io.BytesIO(artifact.data))
+    if form == "png":
+        image.load()
+        plain = ("prompt", "pipeline", "job_id", "Software")
+        return {k: v if k in plain else json.loads(v) for k, v in image.text.items()}
+    if form == "gif":
+        return dict(json.loads(image.info["comment"]))
+    comment = image.getexif().get_ifd(0x8769).get(0x9286)
+    return {} if comment is None else dict(json.loads(comment[8:]))
+
+
+EVERY_FILE = [
+    *(("image", form) for form in ("png", "webp", "jpeg")),
+    *(("video", form) for form in ("mp4", "webp", "gif")),
+    *(("audio", form) for form in ("wav", "flac", "mp3", "opus")),
+]
+DATA = {"image": PIXELS, "audio": torch.zeros(800)}
+
+
+@pytest.mark.parametrize(("kind", "form"), EVERY_FILE)
+def test_every_file_says_the_same_unless_it_may_not(
+    kind: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("av")
+    context = replace(CONTEXT, pipeline="tiny@3")
+    data = frames() if kind == "video" else DATA[kind]
+    facts = facts_in(kind, form, data, context)
+    wanted = {"prompt": PROMPT, "seed": 5, "pipeline": "tiny@3", "job_id": "job1"}
+    assert wanted.items() <= facts.items()
+    assert facts["parameters"] == CONTEXT.parameters
+    monkeypatch.setenv("OMNIQ_EMBED_METADATA", "false")
+    get_settings.cache_clear()
+    assert set(facts_in(kind, form, data, context)) <= {"software", "Software"}
+    monkeypatch.undo()
+    get_settings.cache_clear()
+
+
+@pytest.mark.parametrize(("kind", "form"), EVERY_FILE)
+def test_every_file_takes_the_longest_request(kind: str, form: str) -> None:
+    pytest.importorskip("av")
+    long = {"ar": {"tools": ["🙂" * 20_000], "seed": 5}}
+    context = OutputContext("j", "🙂" * 100_000, long)
+    data = frames() if kind == "video" else DATA[kind]
+    assert facts_in(kind, form, data, context)["seed"] == 5
+
+
 @pytest.mark.parametrize("form", ["mp4", "webp", "gif"])
 def test_every_format_takes_every_fps_that_a_request_may_ask_for(form: str) -> None:
     if form == "mp4":
@@ -201,7 +262,7 @@ def test_mp4_without_pyav_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> No
     config = OutputConfig.model_validate({"from": "s.out", "type": "video"})
     with pytest.raises(ConfigError, match="needs PyAV") as caught:
         MultimodalOutputProcessor().check("clip", config)
-    assert "omniq[video]" in str(caught.value.hint)
+    assert "omniq[media]" in str(caught.value.hint)
 
 
 def test_picture_from_several_tensors_is_refused() -> None:
@@ -287,8 +348,8 @@ def test_what_is_no_embedding_is_refused(data: Any) -> None:
 
 
 def test_unknown_type_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"no handler for type 'audio'; allowed: .*text\+image"):
-        process("audio", b"")
+    with pytest.raises(ValidationError, match=r"no output type 'smell'; allowed: .*text\+image"):
+        process("smell", b"")
 
 
 def test_check_finds_wrong_formats_without_data() -> None:
@@ -299,19 +360,19 @@ def test_check_finds_wrong_formats_without_data() -> None:
 
 def test_third_party_handler_adds_a_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But never replaces a built-in one."""
-    info = tmp_path / "sound-1.0.dist-info"
+    info = tmp_path / "smell-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sound\nVersion: 1.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: smell\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[omniq.outputs]\naudio = sound_output:Audio\ntext = sound_output:Audio\n"
+        "[omniq.outputs]\nsmell = smell_output:Smell\ntext = smell_output:Smell\n"
     )
-    (tmp_path / "sound_output.py").write_text(
+    (tmp_path / "smell_output.py").write_text(
         "from omniq.outputs import OutputHandler, ProcessedOutput\n"
-        "class Audio(OutputHandler):\n"
+        "class Smell(OutputHandler):\n"
         "    def encode(self, name, form, data, context):\n"
-        "        return ProcessedOutput(value='sound')\n"
+        "        return ProcessedOutput(value='smell')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
-    assert process(Modality.AUDIO.value, b"").value == "sound"
+    assert process("smell", b"").value == "smell"
     assert process("text", "hello").value == "hello"

@@ -9,7 +9,7 @@ import pytest
 
 from omniq.config import available_pipelines, load_pipeline
 from omniq.errors import ConfigError
-from omniq.serve import target
+from omniq.resolve import language_model
 from omniq.serve.command import OmniServeCommand, pipeline_yaml
 from omniq.serve.flags import ServeFlags
 from omniq.serve.target import resolve_model
@@ -52,7 +52,7 @@ def test_language_model_folder(llm: Path) -> None:
 def test_engine_by_itself(
     llm: Path, monkeypatch: pytest.MonkeyPatch, installed: bool, engine: str
 ) -> None:
-    monkeypatch.setattr(target, "vllm_installed", lambda: installed)
+    monkeypatch.setattr(language_model, "vllm_installed", lambda: installed)
     assert resolve_model(ServeFlags(str(llm))).stages[0].engine == engine
 
 
@@ -114,6 +114,9 @@ def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="names no architectures"):
         resolve_model(ServeFlags(str(tmp_path)))
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    with pytest.raises(ConfigError, match=r"FluxPipeline.* known: tiny-omni") as caught:
+    with pytest.raises(ConfigError, match=r"FluxPipeline names no text_encoder, transformer, vae"):
+        resolve_model(ServeFlags(str(tmp_path)))
+    (tmp_path / "model_index.json").write_text('{"_class_name": "NewPipeline"}')
+    with pytest.raises(ConfigError, match=r"NewPipeline.* known: .*FLUX.*language model") as caught:
         resolve_model(ServeFlags(str(tmp_path)))
     assert "docs/pipelines.md" in (caught.value.hint or "")

@@ -21,7 +21,7 @@ from omniq.jobs.model import JobState
 from omniq.jobs.store import JobStore
 from omniq.serve.command import pipeline_yaml
 from omniq.serve.flags import ServeFlags
-from omniq.serve.target import language_model
+from omniq.serve.target import resolve_model
 from omniq.submit import submit
 
 pytestmark = [
@@ -75,7 +75,7 @@ async def client(stages: Any, model: Path) -> AsyncIterator[httpx.AsyncClient]:
 
     stages.define("ar")
     flags = ServeFlags(str(model), engine="vllm", engine_args={**ARGS, "dtype": "float32"})
-    pipeline = language_model(flags).model_copy(update={"name": "p"})
+    pipeline = resolve_model(flags).model_copy(update={"name": "p"})
     (stages.folder / "p.yaml").write_text(pipeline_yaml(pipeline))
     available_pipelines.cache_clear()
     app = create_app()

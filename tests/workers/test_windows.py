@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sounds import av_samples
 from support import blobs_in, wait_until
 
 from omniq import keys
@@ -319,7 +321,11 @@ async def test_clients_see_chunks_of_the_pipelines_outputs(stages: Any, store: J
         .read_text()
         .replace("stage_engines:Scripted", "window_engines:Painter")
     )
-    text = text.replace("outputs: {", "outputs: {picture: {from: a.image, type: image}, ")
+    text = text.replace(
+        "outputs: {",
+        "outputs: {picture: {from: a.image, type: image}, "
+        "sound: {from: a.audio, type: audio, sample_rate: 8000, format: flac}, ",
+    )
     (stages.folder / "p.yaml").write_text(text)
     stages.start("a")
     job = await start_job(store, "x")
@@ -336,4 +342,12 @@ async def test_clients_see_chunks_of_the_pipelines_outputs(stages: Any, store: J
         name = delta["artifact"]["name"]
         data, info = await store.get_artifact(job.id, name)
         assert data.startswith(b"\x89PNG") and info.meta["sequence"] == delta["sequence"]
+    heard = [d for d in deltas if d["output"] == "audio"]
+    assert [d["sequence"] for d in heard] == [0, 1, 2]
+    assert all("artifact" not in d and d["value"]["sample_rate"] == 8000 for d in heard)
+    data, info = await store.get_artifact(job.id, "sound")
+    assert info.content_type == "audio/flac" and info.meta["samples"] == 1200
+    samples, _ = av_samples(data)
+    pcm = b"".join(base64.b64decode(d["value"]["audio"]) for d in heard)
+    assert pcm == samples.astype("<i2").tobytes(), "the chunks in a row are the whole"
     assert await store.get_artifact(job.id, "picture")

@@ -104,7 +104,7 @@ class Streaming(Engine):
 
 
 class Painter(Engine):
-    """Streams three previews of its picture, and words about it."""
+    """Streams three previews of its picture, words about it, and a rising tone."""
 
     name = "painter"
 
@@ -122,7 +122,12 @@ class Painter(Engine):
         def picture(shade: int) -> dict[str, torch.Tensor]:
             return {"image": torch.full((4, 6, 3), shade, dtype=torch.uint8)}
 
+        tone = torch.linspace(-1, 1, 1200)
         for number in range(3):
             await emit.achunk("image", tensors=picture(10 * number))
             emit.chunk("text", {"text": f"{number} "})
-        return StageOutput(values={"text": "0 1 2 "}, tensors={"image": picture(200)})
+            await emit.achunk("audio", tensors={"audio": tone[400 * number : 400 * number + 400]})
+        return StageOutput(
+            values={"text": "0 1 2 "},
+            tensors={"image": picture(200), "audio": {"audio": tone}},
+        )

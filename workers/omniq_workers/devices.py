@@ -46,6 +46,11 @@ def count_gpus(folder: Path = DEVICE_FOLDER) -> int:
     return sum(1 for p in folder.glob("nvidia*") if p.name.removeprefix("nvidia").isdecimal())
 
 
+def visible_gpus() -> int:
+    """How many GPUs this process and those it starts can use."""
+    return len(_visible(os.environ, count_gpus()))
+
+
 def pin(
     devices: list[str],
     *,

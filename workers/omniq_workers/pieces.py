@@ -22,7 +22,8 @@ class Pieces:
     """Sends chunks into the job's event stream, which is bounded and can be resumed; no client,
     however slow, holds up the engine.
 
-    A chunk of tensors becomes an artifact ``<output>.<sequence>`` in the output's own format.
+    A chunk of tensors becomes an artifact ``<output>.<sequence>`` in the output's own format; one
+    of sound is 16-bit PCM within the event (:func:`omniq.outputs.sound.pcm16_message`).
     """
 
     def __init__(
@@ -58,10 +59,9 @@ class Pieces:
         self, run: Run, output: str, sequence: int, item: Item
     ) -> tuple[Any, ArtifactInfo | None]:
         name, config = self.outputs[output]
-        prompt = next((v for v in run.spec.inputs.values() if isinstance(v, str)), "")
-        context = OutputContext(run.job_id, prompt, run.spec.parameters)
+        context = OutputContext.of_job(run.spec)
         done = await asyncio.to_thread(
-            self._processor.process, f"{name}.{sequence}", config, item.tensors, context
+            self._processor.piece, f"{name}.{sequence}", config, item.tensors, context
         )
         value = item.value if done.value is None else done.value
         if (file := done.artifact) is None:

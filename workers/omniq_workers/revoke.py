@@ -30,23 +30,22 @@ def revoke(
     """
     answer = _revoke(state, task_id, terminate=terminate, signal=signal, **kwargs)
     for one in maybe_list(task_id) or []:
-        job, _, rest = str(one).partition(".")
-        if rest:  # a stage's, as omniq names it (omniq.chain.task_id)
-            _cancel(state.app, job, rest.partition(".")[0])
+        _cancel(state.app, str(one))
     return answer
 
 
 @task_revoked.connect
-def dropped(request: Any = None, terminated: bool = False, expired: bool = False, **_: Any) -> None:
+def dropped(
+    sender: Any, request: Any, terminated: bool = False, expired: bool = False, **_: Any
+) -> None:
     """A worker has dropped a task that was revoked before it came."""
-    if request is None or terminated or expired or request.name != STAGE:
-        return
-    kwargs = request.kwargs
-    if isinstance(kwargs, dict) and {"job", "stage"} <= set(kwargs):
-        _cancel(request.app, kwargs["job"], kwargs["stage"])
+    if sender.name == STAGE and not terminated and not expired:
+        _cancel(sender.app, str(request.id))
 
 
-def _cancel(app: Any, job: str, stage: str) -> None:
+def _cancel(app: Any, task_id: str) -> None:
+    """Cancel the job of a task that has omniq's id (:func:`omniq.chain.task_id`)."""
+    job, *rest = task_id.split(".")
     runner = getattr(app, "stage_runner", None)
-    if runner is not None:
-        app.service.pool.loop.spawn(runner.revoked(job, stage))
+    if rest and runner is not None:
+        app.service.pool.loop.spawn(runner.revoked(job, rest[0]))

@@ -186,8 +186,7 @@ class StageIO:
     ) -> tuple[dict[str, Any], dict[str, ArtifactInfo]]:
         """The pipeline outputs made from this stage, encoded and stored."""
         job_id, _, fence = run.key
-        prompt = next((v for v in run.spec.inputs.values() if isinstance(v, str)), "")
-        context = OutputContext(job_id, prompt, run.spec.parameters)
+        context = OutputContext.of_job(run.spec)
         values: dict[str, Any] = {}
         artifacts: dict[str, ArtifactInfo] = {}
         for name, config in self._outputs.items():

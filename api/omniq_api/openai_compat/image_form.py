@@ -8,7 +8,6 @@ from typing import Annotated, Any, Union, get_args, get_origin
 import orjson
 from starlette.requests import Request
 
-from omniq.config.params import PARAMS
 from omniq.config.pipeline import PipelineConfig
 from omniq.config.stage import OmniStageConfig
 from omniq_api.openai_compat.faults import OpenAIRoute
@@ -68,7 +67,7 @@ def typed(pipeline: PipelineConfig, parameters: dict[str, Any]) -> dict[str, Any
 
 
 def _parameter(stage: OmniStageConfig, name: str, value: Any) -> Any:
-    known = PARAMS[stage.engine_type].model_fields.get(name)
+    known = stage.parameter_model.model_fields.get(name)
     return value if known is None else _value(value, known.annotation)
 
 

@@ -147,7 +147,7 @@ async def _entry(
     data, info = await services.store.read_artifact(record, name)
     quality = body.output_compression
     if info.content_type != f"image/{form}" or quality is not None:
-        encode = partial(_encoded, data, info, record, body.prompt, form=form, quality=quality)
+        encode = partial(_encoded, data, info, record, form=form, quality=quality)
         data = await asyncio.to_thread(encode)
     return {"b64_json": base64.b64encode(data).decode()}
 
@@ -156,7 +156,6 @@ def _encoded(
     data: bytes,
     info: ArtifactInfo,
     record: JobRecord,
-    prompt: str,
     *,
     form: str,
     quality: int | None,
@@ -167,7 +166,6 @@ def _encoded(
     from omniq.outputs.base import OutputContext  # noqa: PLC0415 - as above
     from omniq.outputs.image import encoded  # noqa: PLC0415 - as above
 
-    context = OutputContext(record.id, prompt, record.spec.parameters)
-    own = context.of_item(info.meta.get("index", 0))
+    own = OutputContext.of_job(record.spec).of_item(info.meta.get("index", 0))
     with Image.open(io.BytesIO(data)) as picture:
         return encoded(picture.convert("RGB"), form, own, quality)

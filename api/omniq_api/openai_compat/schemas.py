@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 
 from omniq.settings import get_settings
 
@@ -145,6 +152,37 @@ class EmbeddingRequest(OpenAIRequest):
 
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
+
+
+class Voice(BaseModel):
+    """A voice by its id."""
+
+    id: str
+
+
+def _voice_name(value: Any) -> Any:
+    return value["id"] if isinstance(value, dict) and set(value) == {"id"} else value
+
+
+class SpeechRequest(OpenAIRequest):
+    """Body of ``POST /v1/audio/speech``."""
+
+    input: Text
+    voice: Annotated[
+        str,
+        StringConstraints(strict=True, min_length=1, max_length=512),
+        BeforeValidator(_voice_name, json_schema_input_type=str | Voice),
+    ] = Field(description="One of the pipeline's; without effect if it has one voice only.")
+    instructions: Text | None = Field(None, description="Where the pipeline takes any.")
+    response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] = Field(
+        "mp3", description="pcm: 16-bit little-endian samples, at the pipeline's rate."
+    )
+    speed: float | None = Field(
+        None, ge=0.25, le=4.0, strict=True, description="Other than 1 where the pipeline takes it."
+    )
+    stream_format: Literal["audio", "sse"] = Field(
+        "audio", description="sse: events with base64 pieces of the same file."
+    )
 
 
 class ImageRequest(_Body):

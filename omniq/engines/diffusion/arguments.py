@@ -9,7 +9,10 @@ from omniq.engines.families.base import Family
 from omniq.errors import InvalidRequest
 
 #: Parameters that go to ``__call__`` by their own name.
-PASSED_ON = ("height", "width", "num_frames", "num_inference_steps", "sigmas", "strength")
+PASSED_ON = (
+    *("height", "width", "num_frames", "num_inference_steps", "sigmas", "strength"),
+    "guidance_scale_2",
+)
 
 
 def call_arguments(
@@ -34,6 +37,8 @@ def call_arguments(
             takes = [n for n in (*PASSED_ON, "guidance_scale", "true_cfg_scale") if n in accepted]
             hint = "needs an input picture; " if name == "strength" else ""
             faults[name] = f"{hint}{type(pipeline).__name__} takes: {', '.join(takes)}"
+    if "guidance_scale_2" in given and not pipeline.config.get("boundary_ratio"):
+        faults["guidance_scale_2"] = "this model has no second transformer in use"
     multiple = family.size_multiple(pipeline)
     for name in ("height", "width"):
         if name in given and given[name] % multiple:

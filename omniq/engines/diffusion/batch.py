@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,10 @@ class CallForm:
     [n, tokens, dim], padded with zeros to the longest; :meth:`Family.mask_text` says so to the
     model. ``text_mask``: their mask [n, tokens], nonzero where a token counts, or None for all.
     ``by_text``: arguments that :meth:`Family.mask_text` makes anew when it pads. ``repeated``:
-    lists of n equal entries. ``latents`` names the argument that changes with every step, and
-    ``condition`` those in which the two calls of a guidance pair differ.
+    lists of n equal entries. ``state``: objects that a request keeps from call to call, and what
+    says of one whether a call uses it; then it runs alone. ``latents`` names the argument that
+    changes with every step, and ``condition`` those in which the two calls of a guidance pair
+    differ.
     """
 
     latents: str
@@ -34,6 +36,7 @@ class CallForm:
     text_mask: str | None = None
     by_text: tuple[str, ...] = ()
     repeated: tuple[str, ...] = ()
+    state: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
     condition: tuple[str, ...] = ()
 
 
@@ -74,6 +77,8 @@ class KeyMaker:
         if value is None or name in form.ragged or name in (form.text_mask, *form.by_text):
             # A missing mask is one that lets all tokens count.
             return "none" if value is None and name != form.text_mask else "any"
+        if name in form.state:
+            return self._alone if form.state[name](value) else "unused"
         if name in form.rows:
             return (tuple(value.shape[1:]), value.dtype)
         if name in form.text:

@@ -16,12 +16,9 @@ from typing import Any
 import torch
 
 from omniq.config.stage import DiTCacheConfig
-from omniq.engines.diffusion.batch import Call
+from omniq.engines.diffusion.cache_dit import UNUSED, CacheDitStates, StateName, apply_cache_dit
 from omniq.engines.families.base import Family
 from omniq.errors import ConfigError
-
-_UNUSED = ("", "")
-StateName = tuple[str, str]
 
 
 @dataclass(slots=True)
@@ -55,7 +52,6 @@ class DiTCacheManager:
         self.config, self._family = config, family
         self._managers: list[Any] = []
         self._computed = False
-        self._uses: dict[str, CacheUse] = {}
         self._order: OrderedDict[str, None] = OrderedDict()
         self.evictions = 0
 
@@ -87,6 +83,7 @@ class DiTCacheManager:
                     f"cache {self.config.method!r} does not fit {type(module).__name__}: {exc}"
                 ) from exc
             managers = _state_managers(module)
+            managers += [CacheDitStates(module)] if method == "cache_dit" else []
             if not managers:
                 raise ConfigError(
                     f"cache {self.config.method!r} found no blocks in {type(module).__name__}"
@@ -94,15 +91,23 @@ class DiTCacheManager:
             self._managers += managers
             self._probe(module)
 
+    @property
+    def hit(self) -> bool:
+        """Whether the last :meth:`step` skipped blocks."""
+        return not self._computed
+
+    @property
+    def decides_by_rows(self) -> bool:
+        """Whether the rows of a forward decide together, so that they must stay together."""
+        return self.config.method in ("first_block", "cache_dit")
+
     @contextlib.contextmanager
-    def step(self, request_id: str, call: Call) -> Iterator[None]:
-        """Around one forward of one request: its state, its counts, then the bounds."""
+    def step(self, name: StateName) -> Iterator[None]:
+        """Around one forward of one request (id, context): its state, then the bounds."""
+        request_id = name[0]
         self._computed = False
-        with self._context((request_id, call.context)):
+        with self._context(name):
             yield
-        use = self._uses.setdefault(request_id, CacheUse())
-        use.forwards += 1
-        use.hits += not self._computed
         if request_id not in self._order or self.config.eviction == "lru":
             self._order[request_id] = None
             self._order.move_to_end(request_id)
@@ -115,16 +120,15 @@ class DiTCacheManager:
             yield
             return
         try:
-            with self._context(_UNUSED):
+            with self._context(UNUSED):
                 yield
         finally:
-            self._forget(_UNUSED[0])
+            self._forget(UNUSED[0])
 
-    def drop(self, request_id: str) -> CacheUse:
-        """Forget a request that ended, however it did; returns what the cache did for it."""
+    def drop(self, request_id: str) -> None:
+        """Forget a request that ended, however it did."""
         self._forget(request_id)
         self._order.pop(request_id, None)
-        return self._uses.pop(request_id, CacheUse())
 
     def nbytes(self, request_id: str | None = None) -> int:
         """Bytes of all state, or of one request's."""
@@ -168,7 +172,9 @@ class DiTCacheManager:
         from diffusers import hooks  # noqa: PLC0415 - slow import
 
         config = self.config
-        if config.method == "first_block":
+        if config.method == "cache_dit":
+            apply_cache_dit(module, config)
+        elif config.method == "first_block":
             threshold = hooks.FirstBlockCacheConfig(threshold=config.threshold)
             hooks.apply_first_block_cache(module, threshold)
         elif config.method == "taylorseer":

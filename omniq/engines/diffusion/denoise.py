@@ -15,14 +15,16 @@ from omniq.engines.base import Cancelled, Emit, StageInput, StageOutput, StageRe
 from omniq.engines.diffusion.acceleration import ACCELERATION_ARGS, accelerate, quantization
 from omniq.engines.diffusion.arguments import call_arguments, named_scheduler, refuse
 from omniq.engines.diffusion.cache import DiTCacheManager
-from omniq.engines.diffusion.context_parallel import ARGUMENT, ContextParallel, Group
+from omniq.engines.diffusion.devices import OneDevice
 from omniq.engines.diffusion.inputs import black_picture, condition_input
 from omniq.engines.diffusion.loading import load_pipeline, pipeline_folder, read_index
 from omniq.engines.diffusion.loop import DenoiseJob, DenoiseLoop
 from omniq.engines.diffusion.memory import MEMORY_ARGS, Weights, component_modules
+from omniq.engines.diffusion.parallel import ARGUMENT, Parallel
 from omniq.engines.diffusion.pipeline_run import PipelineRun, Preview, Progress
 from omniq.engines.diffusion.preview import MOST as MOST_PREVIEWS
 from omniq.engines.diffusion.preview import Previewer
+from omniq.engines.diffusion.ranks import Group
 from omniq.engines.diffusion.runner import Lora, OmniDiffusionModelRunner
 from omniq.engines.diffusion.scheduler import Ticket, create_scheduler
 from omniq.engines.diffusion.session import TRANSFORMERS
@@ -36,7 +38,6 @@ from omniq.errors import ConfigError, InvalidRequest
 if TYPE_CHECKING:
     from omniq.engines.base import Engine
 
-WARMUP_TOKENS = 8
 #: What pipelines take (Z-Image) that name no default size.
 FALLBACK_SIZE = 1024
 
@@ -58,7 +59,7 @@ class Denoiser:
     def __init__(self, engine: Engine) -> None:
         self._engine, stage = engine, engine.stage
         check_engine_args(stage, MEMORY_ARGS | ACCELERATION_ARGS | {ARGUMENT})
-        parallel = ContextParallel.of(stage)
+        self._parallel = parallel = Parallel.of(stage)
         self._config = stage.dit or DiTConfig()
         self._index = read_index(pipeline_folder(stage, (*TRANSFORMERS, "scheduler", "vae")))
         folder = self._index.folder
@@ -67,7 +68,8 @@ class Denoiser:
             names = ", ".join(self._index.components)
             raise ConfigError(f"{folder} is no pipeline with a transformer: {names}")
         pictures = Modality.IMAGE in stage.input_modalities
-        resident = {*TRANSFORMERS, "scheduler", *(["vae"] if pictures else [])}
+        with_vae = pictures or self.family.denoises_with_vae
+        resident = {*TRANSFORMERS, "scheduler", *(["vae"] if with_vae else [])}
         self.pipeline = load_pipeline(
             stage, self._index, resident.__contains__, "cpu", quantization(stage)
         )
@@ -84,15 +86,26 @@ class Denoiser:
         self._fitting = asyncio.Lock()
         self._previewer = self._fit_previews() if self._config.preview_every else None
         batching = self._config.batching
-        # Text that is padded to share a forward needs a mask, which split attention does not take.
-        rows = 1 if parallel else batching.max_rows
+        rows = batching.max_rows
+        if parallel is not None:
+            parallel.check(stage, engine.device, models, self.family)
+            # Text that is padded to share a forward needs a mask, which split attention does not
+            # take: a row for each branch.
+            rows = parallel.cfg_degree if parallel.splits else rows
         times = StepTimes(rows, always=batching.when == "always")
-        self.runner = OmniDiffusionModelRunner(self.family, times, self.cache, self._use_lora)
-        self.loop = DenoiseLoop(
-            engine._executor, create_scheduler(batching.scheduler, times), self.runner, self.cache
-        )
+        scheduler = create_scheduler(batching.scheduler, times)
         # Last: what is started here is ended by close().
-        self._group = Group(stage, parallel, engine.device, models) if parallel else None
+        self._group = (
+            Group(stage, parallel, engine.device, models, self.cache) if parallel else None
+        )
+        self.runner = OmniDiffusionModelRunner(
+            self.family,
+            times,
+            self._group or OneDevice(self.cache),
+            self._use_lora,
+            rows_decide=self.cache.decides_by_rows,
+        )
+        self.loop = DenoiseLoop(engine._executor, scheduler, self.runner)
 
     def close(self) -> None:
         """End what lives outside this process; the engine's thread has stopped."""
@@ -104,12 +117,9 @@ class Denoiser:
         """Parameters and inputs to warm up with: one step of the default size."""
         params = {**self._engine.stage.defaults, "num_inference_steps": 1, "seed": 0}
         params.pop("sigmas", None)
-        config = self.pipeline.transformer.config
-        embeds = torch.zeros(WARMUP_TOKENS, self._embed_dim or 1)
-        tensors = {"prompt_embeds": embeds}
-        if "pooled_prompt_embeds" in self.family.condition:
-            tensors["pooled_prompt_embeds"] = torch.zeros(config.pooled_projection_dim)
-        tensors |= {NEGATIVE + n: t for n, t in tensors.items()}
+        tensors = self.family.example(self.pipeline.transformer.config)
+        tensors |= {NEGATIVE + n: t for n, t in tensors.items() if n not in self.family.beside}
+        tensors |= self.family.example_tokens(self.pipeline, _size(self.pipeline, params, {}))
         inputs = {"condition": StageInput(tensors=tensors)}
         if not self._tasks.text:
             inputs["image"] = black_picture(params.get("height", 64), params.get("width", 64))
@@ -162,7 +172,8 @@ class Denoiser:
         total = int(
             arguments.get("num_inference_steps") or _default(accepted, "num_inference_steps")
         )
-        size = self.family.picture_size(arguments) or _size(pipeline, arguments, accepted)
+        size = self.family.picture_size(pipeline, arguments) or _size(pipeline, arguments, accepted)
+        self.family.check(pipeline, arguments, size)
         progress = Progress(emit, count)
         every = self._preview_every(params)
         every = every and max(every, math.ceil(total * count / MOST_PREVIEWS))
@@ -182,10 +193,17 @@ class Denoiser:
                 ticket=ticket,
                 progress=progress,
                 preview=self._preview(pipeline, emit, size, i, every),
-                pairs=not (cached or deterministic or self._group),
+                pairs=self._pairs(alone=cached or deterministic),
             )
             jobs.append(DenoiseJob(ticket, run, lora, cached, deterministic))
         return jobs
+
+    def _pairs(self, *, alone: bool) -> bool:
+        """Whether the two calls of a guided step go out together."""
+        if self._parallel is None:
+            return not alone
+        # One to each branch, where there are two.
+        return self._parallel.cfg_degree > 1 or not (alone or self._parallel.splits)
 
     def _cached(self, params: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
         if not self.cache.enabled or params.get("use_cache") is False:
@@ -205,11 +223,8 @@ class Denoiser:
         found = condition_input(inputs, self.family, self._embed_dim)
         positive = {n: t for n, t in found.items() if not n.startswith(NEGATIVE)}
         negative = {n: t for n, t in found.items() if n.startswith(NEGATIVE)}
-        missing = [
-            n
-            for n in self.family.condition
-            if n not in positive and not n.endswith("mask") and n in accepted
-        ]
+        needed = self.family.needed(self.pipeline.transformer.config)
+        missing = [n for n in needed if n not in positive and n in accepted]
         if missing:
             refuse_input(missing[0], f"missing; {self._index.class_name} needs it")
         scale = accepted.get(self.family.cfg_argument)
@@ -230,7 +245,8 @@ class Denoiser:
     ) -> dict[str, torch.Tensor]:
         """The negative condition of a request that brings none."""
         if self._config.null_condition == "zeros":
-            return {NEGATIVE + n: t for n, t in self.family.null(positive).items()}
+            twinned = {n: t for n, t in positive.items() if n not in self.family.beside}
+            return {NEGATIVE + n: t for n, t in self.family.null(twinned).items()}
         if self.family.empty_negative is None and self.family.cfg_argument not in arguments:
             return {}  # the pipeline guides only with a negative prompt, and none was asked for
         name = self.family.cfg_argument

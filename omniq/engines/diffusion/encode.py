@@ -7,6 +7,7 @@ import inspect
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from omniq.engines.base import Emit, StageInput, StageOutput, StageRequest
 from omniq.engines.diffusion.inputs import CONDITION, black_picture, image_input
 from omniq.engines.diffusion.loading import (
+    ModelIndex,
     load_pipeline,
     pipeline_folder,
     read_index,
@@ -42,6 +44,37 @@ REMEMBERED = 256
 WARMUP_PICTURE = 64
 
 
+class Prompts:
+    """Which prompts of a request are encoded, and how long.
+
+    Args:
+        index: the model's.
+        pipeline: the stock pipeline, for the defaults of its ``__call__``.
+    """
+
+    def __init__(self, index: ModelIndex, pipeline: Any) -> None:
+        call = inspect.signature(pipeline.__call__).parameters
+        self._family = index.family
+        scale = call.get(self._family.cfg_argument)
+        self._default_scale = float(scale.default) if scale and scale.default else 0.0
+        # ``encode_prompt`` has another default, which no run of the pipeline ever uses.
+        tokens = call.get("max_sequence_length")
+        self._most_tokens = None if tokens is None else tokens.default
+        file = index.folder / "transformer" / "config.json"
+        self._config = read_json(file) if file.is_file() else {}
+
+    def negative(self, params: Mapping[str, Any]) -> str | None:
+        """The negative prompt, if guidance evaluates one."""
+        guidance = self._family.guidance(params, self._config)
+        negative: str | None = params.get("negative_prompt", self._family.empty_negative)
+        needed = self._family.needs_negative(guidance, self._default_scale)
+        return negative if needed else None
+
+    def most_tokens(self, params: Mapping[str, Any]) -> int | None:
+        """``max_sequence_length``; None: the pipeline has no such argument."""
+        return params.get("max_sequence_length") or self._most_tokens
+
+
 class Encoder:
     """Runs the pipeline's ``encode_prompt``.
 
@@ -60,21 +93,24 @@ class Encoder:
         self._most = int(args.get("remember", REMEMBERED))
         self._index = read_index(pipeline_folder(stage, PARTS))
         self._family = self._index.family
+        if absent := [p for p in self._family.packages if find_spec(p) is None]:
+            raise ConfigError(
+                f"stage {stage.stage_id!r}: {self._index.class_name} needs {', '.join(absent)}, "
+                "which is not installed",
+                hint="the extra omniq[diffusion] brings it",
+            )
         if not any(n.startswith("text_encoder") for n in self._index.components):
             raise ConfigError(f"{self._index.folder} is no pipeline with a text encoder")
         self._pipeline = load_pipeline(
-            stage, self._index, lambda name: name not in NOT_LOADED, "cpu"
+            stage,
+            self._index,
+            lambda name: name not in (*NOT_LOADED, *self._family.elsewhere),
+            "cpu",
         )
         self.weights = Weights(stage, engine.device, component_modules(self._pipeline))
-        call = inspect.signature(self._pipeline.__call__).parameters
-        self._looks = "image" in call and "image" in _parameters(self._pipeline.encode_prompt)
-        scale = call.get(self._family.cfg_argument)
-        self._default_scale = float(scale.default) if scale and scale.default else 0.0
-        # ``encode_prompt`` has another default, which no run of the pipeline ever uses.
-        tokens = call.get("max_sequence_length")
-        self._most_tokens = None if tokens is None else tokens.default
+        self._looks = self._family.sees_pictures(self._pipeline)
+        self._prompts = Prompts(self._index, self._pipeline)
         self._kept: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
-        self._config = self._transformer_config()
 
     def close(self) -> None:
         """Remove what lies outside this process."""
@@ -105,14 +141,15 @@ class Encoder:
                 )
             options = {
                 "device": torch.device(self._engine.device),
-                "max_sequence_length": params.get("max_sequence_length") or self._most_tokens,
+                "max_sequence_length": self._prompts.most_tokens(params),
             }
             started = time.perf_counter()
             condition, hits = self._encode(prompt, images, options)
-            negative = self._negative(params)
+            negative = self._prompts.negative(params)
             if negative is not None:
                 made, more = self._encode(negative, images, options)
-                condition = {**condition, **{NEGATIVE + n: t for n, t in made.items()}}
+                twins = {NEGATIVE + n: t for n, t in made.items() if n not in self._family.beside}
+                condition = {**condition, **twins}
                 hits += more
             return StageOutput(
                 tensors={CONDITION: condition},
@@ -121,13 +158,6 @@ class Encoder:
                     "remembered_prompts": hits,
                 },
             )
-
-    def _negative(self, params: Mapping[str, Any]) -> str | None:
-        """The negative prompt, if guidance evaluates one."""
-        guidance = self._family.guidance(params, self._config)
-        negative: str | None = params.get("negative_prompt", self._family.empty_negative)
-        needed = self._family.needs_negative(guidance, self._default_scale)
-        return negative if needed else None
 
     def _encode(
         self, prompt: str, images: list[Any], options: Mapping[str, Any]
@@ -149,10 +179,6 @@ class Encoder:
             while len(self._kept) > self._most:
                 self._kept.popitem(last=False)
         return condition, 0
-
-    def _transformer_config(self) -> dict[str, Any]:
-        file = self._index.folder / "transformer" / "config.json"
-        return read_json(file) if file.is_file() else {}
 
 
 def _parameters(function: Any) -> Mapping[str, Any]:

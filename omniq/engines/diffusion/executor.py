@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 
 from omniq.config import EngineType
@@ -92,6 +93,9 @@ class DiffusersPipelineExecutor(Engine):
         if self.part is not None:
             self.part.close()
         self.part = None
+        # Modules and their hooks refer to each other: without this the device's memory would be
+        # free only when the collector comes by.
+        gc.collect()
 
     @property
     def _loaded(self) -> Part:

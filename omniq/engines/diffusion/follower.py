@@ -1,6 +1,6 @@
 """A process that computes a stage's transformer forwards in lockstep with the engine's.
 
-Started by :class:`~omniq.engines.diffusion.context_parallel.Group`; ends when its pipe does.
+Started by :class:`~omniq.engines.diffusion.ranks.Group`; ends when its pipe does.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from omniq.config import OmniStageConfig
-from omniq.engines.diffusion.context_parallel import (
-    ContextParallel,
-    join_ranks,
-    on_device,
-    parallelize,
-)
+from omniq.config import DiTConfig, OmniStageConfig
+from omniq.engines.diffusion.acceleration import accelerate
+from omniq.engines.diffusion.cache import DiTCacheManager
+from omniq.engines.diffusion.devices import Share, compute
 from omniq.engines.diffusion.loading import load_pipeline, pipeline_folder, read_index
+from omniq.engines.diffusion.parallel import Parallel, join_ranks, parallelize
+from omniq.engines.diffusion.rank_messages import Answer, Done, Fault, Message, receive
 from omniq.engines.diffusion.session import TRANSFORMERS
+from omniq.engines.faults import engine_faults
 from omniq.errors import OmniqError
 
 
@@ -37,32 +38,48 @@ def main() -> None:
 def _follow(pipe: Connection) -> None:
     settings, rank, device, store, threads = pickle.loads(pipe.recv_bytes())
     stage = OmniStageConfig.model_validate(settings)
-    config = ContextParallel.of(stage)
+    config = Parallel.of(stage)
     assert config is not None, "only parallel stages have followers"
     try:
         index = read_index(pipeline_folder(stage, (*TRANSFORMERS, "vae")))
         pipeline = load_pipeline(stage, index, TRANSFORMERS.__contains__, device)
+        models = [m for n in TRANSFORMERS if (m := getattr(pipeline, n, None)) is not None]
+        accelerate(stage, models)
+        cache = DiTCacheManager((stage.dit or DiTConfig()).cache, index.family)
+        cache.install(models)
     except OmniqError as exc:
-        _say(pipe, "config", exc.message)
+        _say(pipe, Fault(type(exc).__name__, exc.message))
         return
     torch.set_num_threads(threads)
-    models = [m for n in TRANSFORMERS if (m := getattr(pipeline, n, None)) is not None]
-    _say(pipe, "ready", None)
-    join_ranks(store, rank, config.ulysses_degree, device)
-    for model in models:
-        parallelize(model, config, device)
+    _say(pipe, Done())
+    join_ranks(store, rank, config, device)
+    parallelize(models, config, device, stage.engine_args.get("attention_backend"))
+    leads = rank % config.branch == 0
     while True:
-        number, (args, kwargs) = pickle.loads(pipe.recv_bytes())
-        fault = None
+        kind, *given = pickle.loads(pipe.recv_bytes())
+        if kind == "drop":
+            cache.drop(*given)
+            continue
+        number, state, plain, size = given
+        # A failure of an exchange ends the process: tensors that nobody took would be taken for the
+        # next message's.
+        kwargs: dict[str, Any] = receive(plain, size, 0, device)
         try:
-            models[number](*on_device(args, device), **on_device(kwargs, device))
-        except Exception as exc:  # rank 0 decides whether it failed likewise
-            fault = f"{type(exc).__name__}: {exc}"
-        _say(pipe, "done", fault)
+            with engine_faults("denoise step"):
+                made = compute(Share(models[number], kwargs, state), cache)
+                # The others of a branch have the same output, which nobody needs twice.
+                message = Message.of(made.output if leads else None)
+                buffer = message.buffer(device)
+        except OmniqError as exc:  # rank 0 decides whether it failed likewise
+            _say(pipe, Fault.of(exc))
+            continue
+        _say(pipe, Done(message.plain, message.size, made.hit))
+        if message.size:
+            dist.send(buffer, 0)
 
 
-def _say(pipe: Connection, kind: str, fault: Any) -> None:
-    pipe.send_bytes(pickle.dumps((kind, fault)))
+def _say(pipe: Connection, answer: Answer) -> None:
+    pipe.send_bytes(pickle.dumps(answer))
 
 
 if __name__ == "__main__":

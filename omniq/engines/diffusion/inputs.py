@@ -9,7 +9,7 @@ import torch
 
 from omniq.engines.base import StageInput
 from omniq.engines.families.base import NEGATIVE, Family
-from omniq.engines.inputs import tensor_input
+from omniq.engines.inputs import refuse_input, tensor_input
 from omniq.errors import InvalidRequest
 
 CONDITION = "condition"
@@ -30,27 +30,32 @@ def condition_input(
     Raises:
         InvalidRequest: ``prompt_embeds`` is missing, or a tensor has the wrong shape.
     """
-    names = [*family.condition, *(NEGATIVE + name for name in family.condition)]
+    twins = (NEGATIVE + name for name in family.condition if name not in family.integers)
+    names = [*family.condition, *twins, *family.beside, *family.optional]
     found: dict[str, torch.Tensor] = {}
-    if CONDITION in inputs:
-        found = {n: t for n, t in inputs[CONDITION].tensors.items() if n in names}
+    for source in family.condition_inputs:
+        if source in inputs:
+            found |= {n: t for n, t in inputs[source].tensors.items() if n in names}
     for name in names:
         if name in inputs:
-            mask = name.endswith("mask")
-            found[name] = inputs[name].tensor if mask else tensor_input(inputs, name)
+            any_type = name.endswith("mask") or name in family.integers
+            found[name] = inputs[name].tensor if any_type else tensor_input(inputs, name)
     if "prompt_embeds" not in found:
         tensor_input(inputs, "prompt_embeds")  # says what is missing
-    return {name: _without_batch(name, tensor, dim) for name, tensor in found.items()}
+    for name in family.integers:
+        if name in found and (found[name].is_floating_point() or found[name].is_complex()):
+            refuse_input(name, f"must be integers, is {found[name].dtype}")
+    return {name: _without_batch(name, tensor, dim, family) for name, tensor in found.items()}
 
 
-def _without_batch(name: str, given: torch.Tensor, dim: int | None) -> torch.Tensor:
+def _without_batch(name: str, given: torch.Tensor, dim: int | None, family: Family) -> torch.Tensor:
     embeds = name.removeprefix(NEGATIVE) == "prompt_embeds"
-    axes = 2 if embeds else 1
+    axes = family.integers.get(name, 2 if embeds or name in family.beside else 1)
     batched = given.ndim == axes + 1 and given.shape[0] == 1
     tensor = given[0] if batched else given
     width = dim if embeds else None
     if tensor.ndim != axes or 0 in tensor.shape or (width or tensor.shape[-1]) != tensor.shape[-1]:
-        form = f"tokens, {width or 'dim'}" if embeds else "n"
+        form = f"tokens, {width or 'dim'}" if axes == 2 else "n"
         raise InvalidRequest(
             f"stage input {name!r}: must be [{form}] or [1, {form}], is {list(given.shape)}"
         )

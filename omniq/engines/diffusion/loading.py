@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,12 @@ class ModelIndex:
     folder: Path
     class_name: str
     components: dict[str, tuple[str | None, str | None]]
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def family(self) -> Family:
         """The family of the pipeline class."""
-        return family_of(self.class_name)
+        return family_of(self.class_name, self.settings)
 
 
 def read_index(folder: Path) -> ModelIndex:
@@ -48,7 +49,8 @@ def read_index(folder: Path) -> ModelIndex:
     class_name = index.get("_class_name")
     if not isinstance(class_name, str) or not components:
         raise ConfigError(f"{folder / INDEX}: names no pipeline class with components")
-    return ModelIndex(folder, class_name, components)
+    settings = {n: v for n, v in index.items() if n not in components and not n.startswith("_")}
+    return ModelIndex(folder, class_name, components, settings)
 
 
 def pipeline_folder(stage: OmniStageConfig, parts: tuple[str, ...]) -> Path:

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 
 from omniq.engines.base import Cancelled
-from omniq.engines.diffusion.cache import DiTCacheManager
 from omniq.engines.diffusion.runner import Lora, OmniDiffusionModelRunner, Work
 from omniq.engines.diffusion.scheduler import OmniDiffusionScheduler, Ticket
 from omniq.engines.diffusion.session import Ask, DenoiseSession
@@ -50,8 +49,7 @@ class DenoiseLoop:
     Args:
         thread: executor of exactly one thread, on which everything here runs.
         scheduler: picks who goes next.
-        runner: runs their calls.
-        cache: told when a job ends.
+        runner: runs their calls, and is told when a job ends.
     """
 
     def __init__(
@@ -59,10 +57,8 @@ class DenoiseLoop:
         thread: Executor,
         scheduler: OmniDiffusionScheduler,
         runner: OmniDiffusionModelRunner,
-        cache: DiTCacheManager,
     ) -> None:
-        self._thread, self._scheduler = thread, scheduler
-        self._runner, self._cache = runner, cache
+        self._thread, self._scheduler, self._runner = thread, scheduler, runner
         self._lock = threading.Lock()
         self._inbox: list[DenoiseJob] = []
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
@@ -180,7 +176,7 @@ class DenoiseLoop:
 
     def _end(self, job: DenoiseJob, error: Exception | None) -> None:
         self._jobs.remove(job)
-        use = self._cache.drop(job.ticket.request_id)
+        use = self._runner.end(job.ticket.request_id)
         if error is not None:
             job.outcome.set_exception(error)
             return

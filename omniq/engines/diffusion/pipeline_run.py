@@ -72,7 +72,7 @@ class PipelineRun:
             more["callback_on_step_end"] = self._step
         try:
             output = own(
-                **self.arguments,
+                **self.family.prepared(own, self.arguments),
                 generator=_generator(self.seed),
                 output_type="latent",
                 return_dict=False,

@@ -95,4 +95,5 @@ def _scaled(config: Any, latents: torch.Tensor) -> torch.Tensor:
         shape = (1, latents.shape[1], *[1] * (latents.ndim - 2))
         mean = torch.tensor(config.latents_mean).view(shape)
         return (latents - mean) / torch.tensor(config.latents_std).view(shape)
-    return (latents - (config.shift_factor or 0.0)) * config.scaling_factor
+    # FLUX.2's have no factor: its pipeline's end has scaled them back already.
+    return (latents - (config.get("shift_factor") or 0.0)) * config.get("scaling_factor", 1.0)

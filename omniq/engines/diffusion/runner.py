@@ -12,7 +12,8 @@ import torch
 
 from omniq.engines.base import Cancelled
 from omniq.engines.diffusion.batch import Call, join, joined_rows, rows_of, split
-from omniq.engines.diffusion.cache import DiTCacheManager
+from omniq.engines.diffusion.cache import CacheUse
+from omniq.engines.diffusion.devices import Computed, Devices, Share
 from omniq.engines.diffusion.step_times import StepTimes
 from omniq.engines.families.base import Family
 from omniq.engines.faults import engine_faults
@@ -26,7 +27,8 @@ class Work:
     """One request's pending calls.
 
     ``cached``: the cache policy applies, and the calls run alone. ``deterministic``: each call
-    runs alone and whole, so that its bits depend on nothing else. ``lora``: names and weights.
+    runs alone and is cut always in the same way, so that its bits depend on nothing else.
+    ``lora``: names and weights.
     """
 
     request_id: str
@@ -47,7 +49,8 @@ class OmniDiffusionModelRunner:
     Args:
         family: how calls join.
         times: told what each forward took, and what did not fit.
-        cache: cache hooks of the transformers.
+        devices: compute forwards; with several branches the rows of a forward are spread over them.
+        rows_decide: the cache's decisions need all rows of a call in one forward.
         use_lora: makes exactly these adapters active.
     """
 
@@ -55,13 +58,17 @@ class OmniDiffusionModelRunner:
         self,
         family: Family,
         times: StepTimes,
-        cache: DiTCacheManager,
+        devices: Devices,
         use_lora: Callable[[Lora], None],
+        *,
+        rows_decide: bool = False,
     ) -> None:
-        self._family, self._times, self._cache = family, times, cache
+        self._family, self._times, self._devices = family, times, devices
+        self._rows_decide = rows_decide
+        self._uses: dict[str, CacheUse] = {}
         self._use_lora, self._active_lora = use_lora, Lora()
         self._timed: list[tuple[Hashable, int, Any, Any]] = []
-        #: Forwards, and rows in them, since the start.
+        #: Forwards (those at the same time count as one), and rows in them, since the start.
         self.forwards = self.rows = 0
 
     def run(self, works: Sequence[Work], group: Hashable) -> list[list[Any] | Exception]:
@@ -84,13 +91,15 @@ class OmniDiffusionModelRunner:
                 return [exc]
         return [self.run([work], group)[0] for work in works]
 
+    def end(self, request_id: str) -> CacheUse:
+        """Forget a request that ended, however it did; returns what the cache did for it."""
+        self._devices.drop(request_id)
+        return self._uses.pop(request_id, CacheUse())
+
     def _together(self, works: Sequence[Work], group: Hashable) -> list[list[Any]]:
-        if works[0].cached:
-            assert len(works) == 1, "cache decisions are made for one request alone"
-            return [[self._cached(works[0], call) for call in works[0].calls]]
-        if works[0].deterministic:
-            assert len(works) == 1, "a deterministic request shares no forward"
-            return [[self._one_forward([c], group, c.rows)[0] for c in works[0].calls]]
+        if works[0].cached or works[0].deterministic:
+            assert len(works) == 1, "such a request shares no forward"
+            return [self._apart(works[0])]
         calls = [call for work in works for call in work.calls]
         outputs = self._forward(calls, group)
         shares, at = [], 0
@@ -99,10 +108,42 @@ class OmniDiffusionModelRunner:
             at += len(work.calls)
         return shares
 
-    def _cached(self, work: Work, call: Call) -> Any:
-        with engine_faults("denoise step"), self._cache.step(work.request_id, call):
-            self._count(1)
-            return call.module(**call.kwargs)[0]
+    def _apart(self, work: Work) -> list[Any]:
+        """A forward for each call; on several branches also for each row of a call.
+
+        Cache state is of one branch: a guidance pair's second half always goes to the second.
+        """
+        branches = self._devices.branches
+        cut = branches > 1 and not (work.cached and self._rows_decide)
+        pieces = [self._rows_of(call) if cut else [call] for call in work.calls]
+        waiting: list[list[tuple[int, Call]]] = [[] for _ in range(branches)]
+        for number, parts in enumerate(pieces):
+            for row, part in enumerate(parts):
+                waiting[_place(part, row) % branches].append((number, part))
+        outputs: list[list[Any]] = [[] for _ in pieces]
+        while any(waiting):
+            turn = [queue.pop(0) if queue else None for queue in waiting]
+            with engine_faults("denoise step"):
+                made = self._devices.forward([self._share(work, item) for item in turn])
+            self._count(sum(item[1].rows for item in turn if item))
+            self._note_use(work, made)
+            for item, computed in zip(turn, made, strict=True):
+                if item is not None and computed is not None:
+                    outputs[item[0]].append(computed.output)
+        return [parts[0] if len(parts) == 1 else joined_rows(parts) for parts in outputs]
+
+    def _share(self, work: Work, item: tuple[int, Call] | None) -> Share | None:
+        if item is None:
+            return None
+        call = item[1]
+        state = (work.request_id, call.context) if work.cached else None
+        return Share(call.module, call.kwargs, state)
+
+    def _note_use(self, work: Work, made: Sequence[Computed | None]) -> None:
+        if work.cached:
+            use = self._uses.setdefault(work.request_id, CacheUse())
+            use.forwards += sum(c is not None for c in made)
+            use.hits += sum(c is not None and c.hit for c in made)
 
     def _forward(self, calls: Sequence[Call], group: Hashable) -> list[Any]:
         rows = sum(c.rows for c in calls)
@@ -119,16 +160,41 @@ class OmniDiffusionModelRunner:
         return [joined_rows([self._forward([single], group)[0] for single in singles])]
 
     def _one_forward(self, calls: Sequence[Call], group: Hashable, rows: int) -> list[Any]:
+        """One forward for all calls, or one by each branch for its part of their rows."""
+        pieces, parts = self._parts(calls)
         with engine_faults("denoise step"):
-            arguments = join(calls, self._family)
-            with self._timing(group, rows), self._plain():
-                output = calls[0].module(**arguments)[0]
+            shares = [Share(p[0].module, join(p, self._family)) if p else None for p in parts]
+            with self._timing(group, rows):
+                made = self._devices.forward(shares)
             self._count(rows)
-            return [output] if len(calls) == 1 else split(output, calls)
+            of_piece: dict[int, Any] = {}
+            for part, computed in zip(parts, made, strict=True):
+                if computed is not None:
+                    output = computed.output
+                    outputs = [output] if len(part) == 1 else split(output, part)
+                    of_piece |= {id(p): o for p, o in zip(part, outputs, strict=True)}
+        answers = []
+        for own in pieces:
+            outputs = [of_piece[id(piece)] for piece in own]
+            answers.append(outputs[0] if len(outputs) == 1 else joined_rows(outputs))
+        return answers
 
-    def _plain(self) -> contextlib.AbstractContextManager[None]:
-        """Requests without cache, while the transformer has cache hooks, take none of it."""
-        return self._cache.unused()
+    def _parts(self, calls: Sequence[Call]) -> tuple[list[list[Call]], list[list[Call]]]:
+        """The pieces of each call, and which of them each branch gets."""
+        branches = self._devices.branches
+        if branches == 1:
+            return [[call] for call in calls], [list(calls)]
+        pieces = [self._rows_of(call) for call in calls]
+        placed = [(_place(p, row), p) for own in pieces for row, p in enumerate(own)]
+        # Conditional rows first: texts of one kind are padded to each other's length.
+        placed.sort(key=lambda item: item[0])
+        in_order = [piece for _, piece in placed]
+        size = -(-len(in_order) // branches)
+        return pieces, [in_order[i * size : (i + 1) * size] for i in range(branches)]
+
+    def _rows_of(self, call: Call) -> list[Call]:
+        form = self._family.form
+        return [call] if call.rows == 1 or form is None else rows_of(call, form)
 
     def _count(self, rows: int) -> None:
         self.forwards += 1
@@ -156,3 +222,8 @@ class OmniDiffusionModelRunner:
         while self._timed and self._timed[0][3].query():
             key, n, begun, ended = self._timed.pop(0)
             self._times.record(key, n, begun.elapsed_time(ended) / 1000)
+
+
+def _place(piece: Call, row: int) -> int:
+    """0 for the conditional half of a guidance pair, 1 for the other one: rows or contexts."""
+    return 1 if piece.context == "uncond" else row

@@ -42,12 +42,13 @@ class Tasks:
 
         self._family, self._name = family, type(pipeline).__name__
         accepted = _accepted(pipeline)
-        if "image" in accepted and not pictures:
+        works_on_pictures = "image" in accepted and not family.pictures_optional
+        if works_on_pictures and not pictures:
             raise ConfigError(
                 f"{self._name} works on pictures; add image to the stage's input_modalities"
             )
         own = "text"
-        if "image" in accepted:
+        if works_on_pictures:
             own = "inpaint" if "mask_image" in accepted else "image"
         self._tasks = {own: Task(pipeline, accepted)}
         if not pictures:
@@ -58,6 +59,8 @@ class Tasks:
         ):
             if name not in self._tasks and own != "inpaint":
                 made = _of_same_components(auto, pipeline)
+                if made is None and name == "image":
+                    made = _image_pipeline(family.image_pipeline(), pipeline)
                 self._tasks |= {} if made is None else {name: Task(made, _accepted(made))}
         if len(self._tasks) == 1 and own == "text":
             raise ConfigError(
@@ -107,8 +110,16 @@ def _accepted(pipeline: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(pipeline.__call__).parameters
 
 
+def _image_pipeline(class_name: str | None, pipeline: Any) -> Any:
+    import diffusers  # noqa: PLC0415 - slow import, already loaded here
+
+    if class_name is None:
+        return None
+    return _of_same_components(getattr(diffusers, class_name), pipeline)
+
+
 def _of_same_components(auto: Any, pipeline: Any) -> Any:
-    """The pipeline that ``auto`` makes of the same components; None if diffusers has none."""
+    """The pipeline that class makes of the same components; None if diffusers has none."""
     try:
         made = auto.from_pipe(pipeline)
     except ValueError:

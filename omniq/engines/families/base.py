@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ _EMBED_DIMS = (
     "cap_feat_dim", "joint_attention_dim", "cross_attention_dim", "caption_channels", "text_dim",
 )  # fmt: skip
 NEGATIVE = "negative_"
+EXAMPLE_TOKENS = 8
 
 
 class Family:
@@ -27,6 +29,16 @@ class Family:
 
     #: Names of condition tensors; each may come with a ``negative_`` twin.
     condition: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    #: Condition tensors that a request may lack.
+    optional: ClassVar[tuple[str, ...]] = ()
+    #: Those that are integers, with their number of axes.
+    integers: ClassVar[Mapping[str, int]] = {}
+    #: Stage inputs that hold several condition tensors.
+    condition_inputs: ClassVar[tuple[str, ...]] = ("condition",)
+    #: Components that no stage of diffusers loads, because a stage before does their work.
+    elsewhere: ClassVar[tuple[str, ...]] = ()
+    #: Names of condition tensors [tokens, dim] without a twin, of models that need them.
+    beside: ClassVar[tuple[str, ...]] = ()
     #: How transformer calls join; None: requests of this family never share a forward.
     form: ClassVar[CallForm | None] = None
     #: Whether a guided step is two calls (contexts ``cond``, ``uncond``) on the same latents.
@@ -34,13 +46,27 @@ class Family:
     #: Regular expressions of the attention modules' full names.
     attention_modules: ClassVar[tuple[str, ...]] = (r"(single_)?transformer_blocks\.\d+\.attn",)
     #: Cache methods whose hooks fit the transformer's blocks.
-    caches: ClassVar[tuple[str, ...]] = ("first_block", "taylorseer", "magcache")
+    caches: ClassVar[tuple[str, ...]] = ("first_block", "taylorseer", "magcache", "cache_dit")
     #: What the pipeline takes for a missing negative prompt; None: then there is no guidance.
     empty_negative: ClassVar[str | None] = ""
     #: Pictures that one request may bring.
     most_pictures: ClassVar[int] = 1
+    #: Whether the pipeline that takes pictures also works without any.
+    pictures_optional: ClassVar[bool] = False
+    #: Packages that the pipeline's text encoding imports only when it runs.
+    packages: ClassVar[tuple[str, ...]] = ()
+    #: Whether denoising needs the VAE, even from text alone.
+    denoises_with_vae: ClassVar[bool] = False
     #: The argument of ``__call__`` that is the scale of classifier-free guidance.
     cfg_argument: ClassVar[str] = "guidance_scale"
+
+    #: Layer of the text encoder, as transformers counts ``hidden_states``, whose states are the
+    #: prompt embeds, so that an AR engine can encode; None: the pipeline itself has to.
+    encoder_layer: ClassVar[int | None] = None
+
+    def __init__(self, index: Mapping[str, Any] | None = None) -> None:
+        #: Settings of the pipeline in the model's model_index.json, such as ``is_distilled``.
+        self.index = dict(index or {})
 
     def embed_dim(self, config: Any) -> int | None:
         """Width of the prompt embeds by the transformer's config; None if it does not say."""
@@ -73,8 +99,32 @@ class Family:
         """The all-zero condition beside ``condition``."""
         return {n: torch.zeros_like(t) for n, t in condition.items() if not n.endswith("mask")}
 
+    def needed(self, config: Any) -> tuple[str, ...]:
+        """Condition tensors without which the pipeline cannot run; ``config``: transformer's."""
+        return tuple(n for n in self.condition if not n.endswith("mask"))
+
+    def example(self, config: Any) -> dict[str, torch.Tensor]:
+        """A zero condition to warm up with, without twins; ``config`` is the transformer's."""
+        made = {"prompt_embeds": torch.zeros(EXAMPLE_TOKENS, self.embed_dim(config) or 1)}
+        if "pooled_prompt_embeds" in self.condition:
+            made["pooled_prompt_embeds"] = torch.zeros(config.pooled_projection_dim)
+        return made
+
+    def image_pipeline(self) -> str | None:
+        """The diffusers class for a picture, where ``AutoPipelineForImage2Image`` knows none."""
+        return None
+
+    def prepared(self, pipeline: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of ``__call__`` of ``pipeline``, which is this request's own copy."""
+        return dict(arguments)
+
     def prepare_cache(self) -> None:
         """Tell diffusers' cache hooks about the blocks, where it does not know them right."""
+
+    def sees_pictures(self, pipeline: Any) -> bool:
+        """Whether the encode stage looks at pictures; ``pipeline`` has only its encoders."""
+        call, encode = pipeline.__call__, pipeline.encode_prompt
+        return all("image" in inspect.signature(f).parameters for f in (call, encode))
 
     def encode(
         self, pipeline: Any, prompt: str, images: list[Any], options: Mapping[str, Any]
@@ -90,6 +140,21 @@ class Family:
         made = pipeline.encode_prompt(prompt=prompt, **options, **self.encode_options())
         values = made if isinstance(made, tuple) else (made,)
         return self.encoded(values)
+
+    def encoder_tokens(
+        self, pipeline: Any, prompt: str, most: int | None
+    ) -> tuple[list[int], slice]:
+        """What an AR engine is to encode, for families with an ``encoder_layer``.
+
+        Args:
+            pipeline: the pipeline with its tokenizers.
+            prompt: positive or negative prompt.
+            most: ``max_sequence_length``; None: the pipeline's own bound.
+
+        Returns:
+            Token ids, and which of their states are the prompt embeds.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is encoded by its pipeline only")
 
     def encode_options(self) -> dict[str, Any]:
         """Further arguments of ``encode_prompt`` that this family needs."""
@@ -119,7 +184,26 @@ class Family:
         """
         return dict(given)
 
-    def picture_size(self, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
+    def example_tokens(self, pipeline: Any, size: tuple[int, int]) -> dict[str, torch.Tensor]:
+        """Made-up integers of the condition, for warming up.
+
+        ``size`` is (height, width) in pixels.
+        """
+        return {}
+
+    def check(self, pipeline: Any, arguments: Mapping[str, Any], size: tuple[int, int]) -> None:
+        """Whether the condition fits what is asked for.
+
+        Args:
+            pipeline: the stock pipeline.
+            arguments: of its call.
+            size: (height, width) in pixels of what will be made.
+
+        Raises:
+            InvalidRequest: it does not.
+        """
+
+    def picture_size(self, pipeline: Any, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
         """Height and width of what is made, where a request's pictures decide; else None."""
         return None
 

@@ -36,6 +36,7 @@ class QwenImage(Family):
     paired = True
     empty_negative = None
     cfg_argument = "true_cfg_scale"
+    encoder_layer: ClassVar[int | None] = -1
 
     def guidance(self, params: Mapping[str, Any], config: Any) -> dict[str, float]:
         """``guidance_scale`` goes to a distilled model as it is, else it is the CFG scale."""
@@ -57,6 +58,18 @@ class QwenImage(Family):
             if name.endswith("prompt_embeds")
         }
         return super().arguments({**masks, **condition})
+
+    def encoder_tokens(
+        self, pipeline: Any, prompt: str, most: int | None
+    ) -> tuple[list[int], slice]:
+        """The pipeline's template around the prompt; its own first tokens are dropped."""
+        drop = pipeline.prompt_template_encode_start_idx
+        ids = pipeline.tokenizer(
+            pipeline.prompt_template_encode.format(prompt),
+            max_length=pipeline.tokenizer_max_length + drop,
+            truncation=True,
+        )["input_ids"]
+        return ids, slice(drop, None if most is None else drop + most)
 
     def encode_options(self) -> dict[str, Any]:
         """None."""
@@ -100,6 +113,8 @@ class QwenImage(Family):
 class QwenImageEdit(QwenImage):
     """``QwenImageEditPipeline``, also inside a mask: the text encoder sees the picture too."""
 
+    #: The encoder sees pictures, in the pipeline's own way.
+    encoder_layer = None
     #: Module of the stock pipeline, for how it scales pictures.
     module: ClassVar[str] = "pipeline_qwenimage_edit"
 
@@ -110,7 +125,7 @@ class QwenImageEdit(QwenImage):
         image = self._resized(pipeline, images[0], EDIT_AREA)
         return self.encoded(pipeline.encode_prompt(prompt=prompt, image=image, **options))
 
-    def picture_size(self, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
+    def picture_size(self, pipeline: Any, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
         """A megapixel of the (last) picture's shape, where no size is asked for; inside a mask
         always.
         """

@@ -19,10 +19,24 @@ class ZImage(Family):
 
     form = CallForm(latents="x", rows=("t",), lists=("x",), ragged=("cap_feats",))
     attention_modules = (r"layers\.\d+\.attention",)
+    encoder_layer = -2
 
     def needs_negative(self, arguments: Mapping[str, Any], default: float) -> bool:
         """CFG runs for any positive scale, ``pos + scale * (pos - neg)``."""
         return float(arguments.get(self.cfg_argument, default)) > 0.0
+
+    def encoder_tokens(
+        self, pipeline: Any, prompt: str, most: int | None
+    ) -> tuple[list[int], slice]:
+        """The prompt as a user turn."""
+        text = pipeline.tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=True,
+        )
+        bound = {} if most is None else {"max_length": most, "truncation": True}
+        return pipeline.tokenizer(text, **bound)["input_ids"], slice(None)
 
     def arguments(self, condition: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Lists, since prompts of one batch need not have the same length."""
@@ -44,7 +58,7 @@ class ZImage(Family):
             return dict(given)
         return {**given, "image": pipeline.image_processor.resize(image, height, width)}
 
-    def picture_size(self, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
+    def picture_size(self, pipeline: Any, arguments: Mapping[str, Any]) -> tuple[int, int] | None:
         """Where none is asked for, the picture's own."""
         if (image := arguments.get("image")) is None:
             return None

@@ -143,6 +143,9 @@ MODEL_SIDE = {
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler", ("update_from_output",)
     ),
     "current_platform": Need("vllm.platforms:current_platform", ("is_cpu", "is_cuda")),
+    "Qwen2ForCausalLM": Need(
+        "vllm.model_executor.models.qwen2:Qwen2ForCausalLM", ("load_weights",)
+    ),
     "GPUWorker": Need("vllm.v1.worker.gpu_worker:Worker", ("init_device",)),
 }
 #: What is relied upon without being called by its name.
@@ -210,6 +213,10 @@ RELIED_ON = (
     ),
     Need("vllm.v1.core.sched.output:SchedulerOutput", ("num_scheduled_tokens", "finished_req_ids")),
     Need("vllm.model_executor.models.interfaces:SupportsEagle3", ("set_aux_hidden_state_layers",)),
+    Need(
+        "vllm.model_executor.models.interfaces:SupportsMRoPE.get_mrope_input_positions",
+        ("input_tokens", "mm_features"),
+    ),
 )
 
 

@@ -98,7 +98,8 @@ def pooling_params(params: Mapping[str, Any], task: str) -> Any:
     Raises:
         InvalidRequest: a parameter that pooling has not, or that vLLM refuses.
     """
-    given = {k: x for k, x in params.items() if x is not None}
+    # Every job has a seed, drawn where it names none; nothing here is random.
+    given = {k: x for k, x in params.items() if x is not None and k != "seed"}
     for name in given:
         if name not in POOLING:
             allowed = ", ".join(sorted(POOLING))

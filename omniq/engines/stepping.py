@@ -1,0 +1,177 @@
+"""Generation in steps: one new prompt, then one more unit for every request in flight.
+
+A unit is what a model appends at a time: a token, or a frame of several codes. The loop knows who
+is in flight and whose keys and values stand in which row; a :class:`StepModel` computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from omniq.engines.base import Engine
+from omniq.engines.batch_cache import BatchCache, can_batch
+from omniq.engines.faults import engine_faults
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Generation:
+    """One request in progress.
+
+    The model thread sets ``finished``, or ``fault`` for what is wrong with this request alone.
+    ``stepped`` is set on the loop after each step.
+    """
+
+    done: asyncio.Future[None] = field(init=False)
+    deterministic: bool = False
+    finished: bool = False
+    fault: Exception | None = None
+    unwanted: bool = False
+    stepped: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def over(self) -> bool:
+        """Whether no further unit is wanted."""
+        return self.finished or self.unwanted or self.fault is not None
+
+
+G = TypeVar("G", bound=Generation)
+G_contra = TypeVar("G_contra", bound=Generation, contravariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """Keys and values of some rows, as the model's ``forward`` takes them.
+
+    ``attention_mask`` int64 [rows, columns + 1] and ``positions`` int64 [rows, 1] are None for a
+    row alone, whose cache says both.
+    """
+
+    cache: Any
+    attention_mask: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+
+
+class StepModel(Protocol[G_contra]):
+    """What computes; both methods run on the model thread without gradients."""
+
+    def prefill(self, generation: G_contra) -> tuple[Any, int]:
+        """The prompt and the first unit: the transformers cache, and the positions in it."""
+
+    def decode(self, generations: Sequence[G_contra], past: Past) -> None:
+        """One more unit for each, by one forward pass; ``past`` has their rows in that order."""
+
+
+class StepLoop(Generic[G]):
+    """Steps while anything is in flight, on the engine's model thread.
+
+    Rows of one pass differ from rows alone by rounding; ``deterministic`` requests, and models
+    whose cache has windows or recurrent states, have a pass each. A cancelled request is left out
+    of the next step. A pass that fails ends all requests in it.
+    """
+
+    def __init__(self, engine: Engine, model: StepModel[G]) -> None:
+        self._engine, self._model = engine, model
+        self._waiting: list[G] = []
+        self._rows: list[G] = []
+        self._batch: BatchCache | None = None
+        self._apart: dict[G, Any] = {}
+        self._steps: asyncio.Task[None] | None = None
+
+    async def run(self, generation: G) -> None:
+        """Step until the request has finished.
+
+        Raises:
+            Exception: its own fault, or that of a pass it was in.
+        """
+        generation.done = asyncio.get_running_loop().create_future()
+        self._waiting.append(generation)
+        if self._steps is None or self._steps.done():
+            self._steps = asyncio.create_task(self._step_on())
+        try:
+            await generation.done
+        finally:
+            generation.unwanted = True
+
+    async def close(self) -> None:
+        """Wait for the last step."""
+        if self._steps is not None:
+            await asyncio.wait({self._steps})
+
+    async def _step_on(self) -> None:
+        while self._waiting or self._rows or self._apart:
+            flying = [*self._rows, *self._apart]
+            flying += await self._engine.in_thread(self._step)
+            for generation in flying:
+                generation.stepped.set()
+                if generation.done.done():
+                    continue
+                if generation.fault is not None:
+                    generation.done.set_exception(generation.fault)
+                elif generation.finished:
+                    generation.done.set_result(None)
+
+    @torch.no_grad()
+    def _step(self) -> list[G]:
+        """One new prompt, then a unit for all; returns who is new."""
+        new: list[G] = []
+        self._drop_over()
+        while self._waiting and not new:
+            generation = self._waiting.pop(0)
+            if not generation.unwanted:
+                new.append(generation)
+                self._begin(generation)
+        for generation, cache in self._apart.items():
+            self._pass([generation], Past(cache))
+        if self._batch is not None:
+            device = self._engine.device
+            mask, positions = self._batch.attention_mask(device), self._batch.positions(device)
+            self._pass(self._rows, Past(self._batch.cache, mask, positions))
+            self._batch.stepped()
+        self._drop_over()
+        return new
+
+    def _pass(self, generations: Sequence[G], past: Past) -> None:
+        """A forward pass; each request raises what it fails with where it is waited for."""
+        try:
+            with engine_faults(f"stage {self._engine.stage.stage_id!r}"):
+                self._model.decode(generations, past)
+        except Exception as exc:
+            for generation in generations:
+                generation.fault = generation.fault or exc
+
+    def _begin(self, generation: G) -> None:
+        """Prefill; what goes wrong there is the request's own, and the others go on."""
+        try:
+            with engine_faults(f"stage {self._engine.stage.stage_id!r}"):
+                cache, length = self._model.prefill(generation)
+        except Exception as exc:
+            generation.fault = exc
+            return
+        if generation.over:
+            return
+        if generation.deterministic or not can_batch(cache):
+            self._apart[generation] = cache
+            return
+        joined = BatchCache(cache, length)
+        if self._batch is None:
+            self._batch = joined
+        else:
+            self._batch.join(joined)
+        self._rows.append(generation)
+
+    def _drop_over(self) -> None:
+        """Take out rows that have ended or that nobody wants any more."""
+        self._apart = {g: cache for g, cache in self._apart.items() if not g.over}
+        kept = [i for i, generation in enumerate(self._rows) if not generation.over]
+        if len(kept) == len(self._rows):
+            return
+        self._rows = [self._rows[i] for i in kept]
+        if not kept:
+            self._batch = None
+        elif self._batch is not None:
+            self._batch.keep(kept)

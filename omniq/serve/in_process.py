@@ -1,0 +1,52 @@
+"""A model as a pipeline of this Python process and of those that it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from omniq.config import PipelineConfig, available_pipelines
+from omniq.serve.command import pipeline_yaml
+from omniq.serve.flags import ServeFlags
+from omniq.serve.target import resolve_model
+from omniq.settings import get_settings
+
+PIPELINES = "OMNIQ_PIPELINES"
+
+
+def model_pipeline(model: str, options: Mapping[str, Any]) -> PipelineConfig:
+    """What ``omniq serve MODEL`` would serve, made known under its name.
+
+    Args:
+        model: as MODEL there.
+        options: fields of :class:`~omniq.serve.flags.ServeFlags`: ``engine``, ``engine_args``,
+            ``encoder``, ``gpus``, ``stage_overrides``.
+
+    Raises:
+        ConfigError: there is no such model, or the options do not fit it.
+    """
+    pipeline = resolve_model(ServeFlags(model, **options))
+    if available_pipelines().get(pipeline.name) == pipeline:
+        return pipeline
+    file = _folder() / f"{pipeline.name}.yaml"
+    file.write_text(pipeline_yaml(pipeline), encoding="utf-8")
+    named = [entry for entry in get_settings().pipelines if entry != str(file)]
+    os.environ[PIPELINES] = json.dumps([*named, str(file)])
+    get_settings.cache_clear()
+    available_pipelines.cache_clear()
+    return available_pipelines()[pipeline.name]
+
+
+@cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    """Removed when the interpreter ends."""
+    return tempfile.TemporaryDirectory(prefix="omniq-pipelines-")
+
+
+def _folder() -> Path:
+    return Path(_temporary().name)
