@@ -141,7 +141,7 @@ class ChaosSystem:
             "OMNIQ_RETENTION": "3600",
             "OMNIQ_SHM_DIR": str(self.shm),
             # Full again and again: what does not fit has to take another way.
-            "OMNIQ_SHM_MAX_BYTES": str(8 << 20),
+            "OMNIQ_SHM_MAX_BYTES": str(2 << 20),
             "CHAOS_FOLDER": str(self.folder),
             "PYTHONPATH": os.pathsep.join(paths),
         }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import faulthandler
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -59,7 +58,7 @@ class EngineLoop:
     def _arm(self) -> None:
         if self._hang_limit is not None:
             self._armed = time.monotonic()
-            faulthandler.dump_traceback_later(self._hang_limit, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(self._hang_limit, exit=True)
 
     @property
     def silence(self) -> float:

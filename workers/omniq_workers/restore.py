@@ -81,7 +81,8 @@ class Restorer:
         lease: float | None = None,
     ) -> bool:
         try:
-            message, exchange, key = loads_leniently(record)
+            noted: Any = loads_leniently(record)  # a list, as kombu notes it
+            message, exchange, key = noted
             message.setdefault("headers", {})["redelivered"] = True
             properties = message["properties"]
             properties.setdefault("delivery_info", {})["redelivered"] = True

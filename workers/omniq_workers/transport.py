@@ -164,6 +164,7 @@ class Channel(kombu_redis.Channel):
                 record = kombu_json.dumps([message._raw, info["exchange"], info["routing_key"]])
                 self.notes.add("ZADD", self.unacked_index_key, now, tag)
                 self.notes.add("HSET", self.unacked_key, tag, record)
+            self.renew(list(held))
         self.settle()
 
     def renew(self, tags: Sequence[str]) -> None:
@@ -326,7 +327,7 @@ class Channel(kombu_redis.Channel):
             return Taken(queue, [], 1)
         self.notes.add("ZADD", self.unacked_index_key, time.time(), tag)
         self.notes.add("HSET", self.unacked_key, tag, record)
-        self.flush()
+        self.renew([tag])  # by the server's clock
         return Taken(queue, [item], 0)
 
     def _take(self, item: bytes, queue: str) -> None:

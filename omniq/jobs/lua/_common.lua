@@ -116,15 +116,18 @@ end
 -- Free what the job held: blobs and chunk streams. All keys are in the job's slot. The request's own
 -- files may be wanted again by who retries a dead letter.
 local function free_blobs(but_files)
+  local kept = {}
   for _, json in ipairs(redis.call('SMEMBERS', BLOBS)) do
-    if not (but_files and string.find(cjson.decode(json).id, '^[^.]*%.input%.')) then
+    if but_files and string.find(cjson.decode(json).id, '^[^.]*%.input%.') then
+      kept[#kept + 1] = json
+    else
       free_blob(json)
-      redis.call('SREM', BLOBS, json)
     end
   end
   local streams = JOB .. ':streams'
   for _, key in ipairs(redis.call('SMEMBERS', streams)) do redis.call('UNLINK', key) end
-  redis.call('DEL', streams)
+  redis.call('DEL', BLOBS, streams)
+  if #kept > 0 then redis.call('SADD', BLOBS, unpack(kept)) end
 end
 
 local function expire_with_job(key)
@@ -208,5 +211,7 @@ local function finalise(state, err)
     record = framed(record)
     for _, field in ipairs(waiters) do redis.call('PUBLISH', string.sub(field, 3), record) end
   end
-  for _, key in ipairs({JOB, EVENTS, BLOBS}) do redis.call('PEXPIRE', key, kept) end
+  redis.call('PEXPIRE', JOB, kept)
+  redis.call('PEXPIRE', EVENTS, kept)
+  if dead then redis.call('PEXPIRE', BLOBS, kept) end
 end
