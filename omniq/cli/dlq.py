@@ -8,6 +8,7 @@ import click
 
 from omniq.cli.options import echo_json, echo_table, json_option, with_store
 from omniq.jobs.dead import DeadLetter, DeadLetters
+from omniq.jobs.store import JobStore
 
 
 @click.group()
@@ -53,18 +54,26 @@ def show(letter_id: str, as_json: bool) -> None:
 @click.argument("letter_ids", nargs=-1, required=True)
 def retry(letter_ids: tuple[str, ...]) -> None:
     """Try jobs again: from the stage that failed, or from before it if what it reads is gone."""
-    for letter_id in letter_ids:
-        record = with_store(lambda store, i=letter_id: DeadLetters(store).retry(i))
-        click.echo(f"{record.id}  {record.state.value}")
+
+    async def run(store: JobStore) -> None:
+        for letter_id in letter_ids:
+            record = await DeadLetters(store).retry(letter_id)
+            click.echo(f"{record.id}  {record.state.value}")
+
+    with_store(run)
 
 
 @dlq.command()
 @click.argument("letter_ids", nargs=-1, required=True)
 def drop(letter_ids: tuple[str, ...]) -> None:
     """Give dead letters up."""
-    for letter_id in letter_ids:
-        with_store(lambda store, i=letter_id: DeadLetters(store).drop(i))
-        click.echo(f"{letter_id}  dropped")
+
+    async def run(store: JobStore) -> None:
+        for letter_id in letter_ids:
+            await DeadLetters(store).drop(letter_id)
+            click.echo(f"{letter_id}  dropped")
+
+    with_store(run)
 
 
 def _row(letter: DeadLetter) -> tuple[object, ...]:

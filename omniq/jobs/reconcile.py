@@ -159,7 +159,8 @@ class Reconciler:
                 await self._store.redis.zrem(keys.open_jobs(self._pipeline.name), job_id)
         cancelling = state == JobState.CANCELLING
         return [
-            Lost(job_id, *rest[at : at + 5], cancelling=cancelling) for at in range(0, len(rest), 5)
+            Lost(job_id, stage, was, fence, since, worker, cancelling)
+            for stage, was, fence, since, worker in zip(*[iter(rest)] * 5, strict=True)
         ]
 
     async def _messages(self) -> AsyncIterator[tuple[str, str]]:
