@@ -192,6 +192,7 @@ OPENAI = {
     "POST /v1/embeddings",
     "POST /v1/images/generations",
     "POST /v1/images/edits",
+    "POST /v1/audio/speech",
 }
 
 
@@ -218,6 +219,10 @@ async def test_every_route_is_documented_with_its_errors(app: FastAPI) -> None:
         "GET /health",
         "GET /ready",
         "GET /v1/workers",
+        "GET /v1/dlq",
+        "GET /v1/dlq/{letter_id}",
+        "POST /v1/dlq/{letter_id}/retry",
+        "DELETE /v1/dlq/{letter_id}",
         *OPENAI,
     }
     for name, operation in found.items():
