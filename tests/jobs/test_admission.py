@@ -29,7 +29,9 @@ from omniq.errors import (
     ShareUsed,
 )
 from omniq.jobs.admission import Admission, Share, pool_pressure
+from omniq.jobs.dead import DeadLetters
 from omniq.jobs.model import JobRecord, JobState, StageResult, Verdict
+from omniq.jobs.reconcile import Reconciler
 from omniq.jobs.store import JobStore
 from omniq.jobs.workers import WorkerRegistry
 from omniq.publish import Parent, post
@@ -380,6 +382,35 @@ async def test_jobs_held_back_that_end_are_passed_over(store: JobStore, setting:
     assert (await store.get(late.id)).state is JobState.EXPIRED
     for job in jobs[8:]:
         assert (await store.get(job.id)).state is JobState.SUCCEEDED
+
+
+async def test_jobs_held_back_are_not_taken_for_lost(store: JobStore, setting: Any) -> None:
+    """They have no message, which the reconciler would send."""
+    setting("fair_window", 2)
+    await let_share(store)
+    jobs = [await new(store, ADA) for _ in range(6)]
+    report = await Reconciler(store, get_pipeline(PIPELINE)).reconcile(grace=0)
+    assert (report.open_jobs, report.messages, report.lost) == (6, 2, [])
+    assert sorted(await drain(store)) == sorted(job.id for job in jobs)
+
+
+async def test_a_dead_letter_that_is_tried_again_takes_its_place_again(store: JobStore) -> None:
+    """Of the pipeline and of the tenant, and gives it up at its end."""
+    job = await new(store, ADA)
+
+    async def places() -> list[int]:
+        names = (keys.open_jobs(PIPELINE), "omniq:tenant:ada:open")
+        return [await store.redis.zcard(name) for name in names]
+
+    grant = await store.begin_stage(job.id, "ar", "w", redelivered=False)
+    error = {"code": "engine_error", "message": "broken"}
+    assert await store.fail_stage(job.id, "ar", grant.fence, error, "Traceback")
+    assert await places() == [0, 0]
+    await DeadLetters(store).retry(job.id)
+    assert await places() == [1, 1]
+    assert (await store.get(job.id)).spec.tenant == "ada"
+    await finish(store, job)
+    assert await places() == [0, 0]
 
 
 async def test_a_lost_message_does_not_keep_the_others_back(store: JobStore, setting: Any) -> None:
