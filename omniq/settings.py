@@ -52,7 +52,12 @@ class Settings(BaseSettings):
     api_keys: list[str] = Field(
         default_factory=list,
         description="Keys of which clients must send one as 'Authorization: Bearer KEY' to every "
-        "route below /v1 (JSON list); empty: none is asked for.",
+        "route below /v1 (JSON list): the operator's, who has no share to keep; see api_auth.",
+    )
+    api_auth: Literal["auto", "required"] = Field(
+        "auto",
+        description="'required': the routes below /v1 want a key even while there is none; 'auto': "
+        "as soon as there is one, in api_keys or made by `omniq keys create`.",
     )
     served_models: dict[str, str] = Field(
         default_factory=dict,
@@ -88,6 +93,49 @@ class Settings(BaseSettings):
         gt=0,
         description="Most pixels of a picture, or of a frame, among a request's inputs; looked at "
         "before it is decoded.",
+    )
+
+    max_jobs: int = Field(
+        10_000,
+        gt=0,
+        description="Most unfinished jobs of one pipeline whose file says no max_jobs; more are "
+        "answered 503 with Retry-After.",
+    )
+    max_waiting: int = Field(
+        10_000,
+        gt=0,
+        description="Most messages that may wait for a stage whose file says no max_waiting.",
+    )
+    max_waiting_input_bytes: int = Field(
+        1 << 30, gt=0, description="Most bytes of the input files of all unfinished jobs."
+    )
+    broker_watermark: float = Field(
+        0.85,
+        gt=0,
+        le=1,
+        description="No job is accepted while the broker uses more than this part of its "
+        "maxmemory, or while a host's shared memory is as full.",
+    )
+    fair_window: int = Field(
+        64,
+        gt=0,
+        description="Once there are tenants: messages in a stage's queue above which a pipeline's "
+        "jobs are held back and let go in turn; at least twice the stages' max_in_flight.",
+    )
+    idempotency_ttl: float = Field(
+        86_400.0, gt=0, description="An idempotency key is known so long after its first use."
+    )
+
+    webhook_allow: list[str] = Field(
+        default_factory=lambda: ["*"],
+        description="Hosts that webhooks may name (JSON list): '*' (any that is public), names, "
+        "'*.name', and addresses or networks, which alone may be private.",
+    )
+    webhook_schemes: list[Literal["https", "http"]] = Field(
+        ["https"], description="URL schemes of webhooks (JSON list)."
+    )
+    webhook_timeout: float = Field(
+        10.0, gt=0, description="Seconds a webhook's receiver may take to answer."
     )
 
     flower_port: int = Field(5555, ge=1, le=65535, description="Port Flower listens on (loopback).")
@@ -135,6 +183,11 @@ class Settings(BaseSettings):
     )
     job_ttl: float = Field(
         7 * 86_400.0, gt=0, description="An unfinished job's record is dropped after so long."
+    )
+    tombstones: float = Field(
+        7 * 86_400.0,
+        ge=0,
+        description="Jobs that are no longer kept are answered 410, not 404, at least so long.",
     )
     max_artifact_bytes: int = Field(256 << 20, gt=0, description="Largest single artifact.")
     max_events: int = Field(

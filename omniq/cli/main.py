@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": ("omniq.cli.serve", "Serve a model: broker, API and workers, with vLLM's flags."),
     "generate": ("omniq.cli.generate", "Make one output from a prompt and save it."),
     "jobs": ("omniq.cli.jobs", "List, show, watch and cancel jobs."),
+    "keys": ("omniq.cli.keys", "Make, list and revoke tenants' API keys."),
     "inspect": ("omniq.cli.inspect", "Workers, queues and blob stores of the running system."),
     "pipelines": ("omniq.cli.pipelines", "List the available pipelines."),
     "models": ("omniq.cli.models", "List the model families that `omniq serve` knows."),

@@ -65,6 +65,7 @@ class JobSpec(BaseModel):
     parameters: dict[str, dict[str, Any]] = Field(description="Complete, by stage id.")
     stages: list[str] = Field(description="Stage ids in topological order.")
     priority: int = Field(5, ge=0, le=9, description="9 is served first.")
+    tenant: str = Field("", description="Whose job it is; empty: nobody's in particular.")
     deadline: float | None = Field(None, description="Unix time after which nobody wants it.")
     metadata: dict[str, str] = Field(default_factory=dict, description="The client's own labels.")
     stream: bool = Field(
@@ -133,6 +134,9 @@ class JobRecord(BaseModel):
     )
     artifacts: dict[str, ArtifactInfo] = Field(default_factory=dict)
     error: dict[str, Any] | None = None
+    replayed: bool = Field(
+        False, exclude=True, description="Whether an earlier request with this key has made it."
+    )
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> JobRecord:

@@ -201,6 +201,8 @@ class StageRunner:
         async with JobEmit(self._store, *run.key, run.cancel) as emit, self._windows.of(run) as win:
             output = await self._in_engine(run, {**inputs, **win.inputs()}, win, emit)
             await emit.flush()
+        if win.first_output is not None:
+            output.metrics["first_output_seconds"] = max(win.first_output - run.spec.created, 0.0)
         result = await self._io.store(run, output)
         for name, made in win.outputs().items():
             result.outputs.setdefault(name, {}).update(made)

@@ -30,7 +30,7 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/artifacts", tags=["jobs"])
             "content": {"image/png": {"schema": {"type": "string", "format": "binary"}}},
         },
         304: {"description": "Unchanged since the `ETag` in `If-None-Match`."},
-        **problems(404, 409, 503),
+        **problems(404, 409, 410, 503),
     },
 )
 async def get_artifact(

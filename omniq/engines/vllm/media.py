@@ -96,6 +96,12 @@ def _video(frames: np.ndarray, fps: float | None) -> tuple[np.ndarray, dict[str,
     return frames, about
 
 
+def with_parts(content: Any, found: Media) -> list[dict[str, Any]]:
+    """A message's content with a part for each of the media before it."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    return [{"type": kind} for kind, items in found.items() for _ in items] + parts
+
+
 def of_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], Media]:
     """Chat messages for a chat template, and the media that were in them, in order.
 

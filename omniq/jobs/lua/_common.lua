@@ -6,6 +6,8 @@
 -- "v:<output>" and "a:<artifact>" results, "w:<channel>" of who waits for its end, and per stage "<stage>|<field>". For chunk streams:
 -- "<stage>|alive" (its lease), "<stage>|streams" (what it hands on while it runs) and
 -- "<reader>|window:<stage>" (the run of <stage> whose first window is there).
+-- For admission (_share.lua): "pipeline", "tenant", "inbytes" (of its input files), "held" (its first
+-- messages while it is held back), "hook" (whom to tell of its end).
 
 local JOB, EVENTS, BLOBS = KEYS[1], KEYS[2], KEYS[3]
 local RETENTION = tonumber(ARGV[#ARGV - 2])
@@ -152,6 +154,9 @@ local function handed(stage)
   return found
 end
 
+-- What a job's end means to those who wait to be let in; in _share.lua.
+local give_up_place
+
 -- The only way into a final state.
 local function finalise(state, err)
   for _, s in ipairs(stages()) do
@@ -166,17 +171,27 @@ local function finalise(state, err)
   end
   event('job.' .. state, nil, data)
   free_blobs()
-  local waiters, record = {}, {string.match(JOB, '{(.*)}$')}
+  local waiters, record, kept = {}, {string.match(JOB, '{(.*)}$')}, {}
   local all = redis.call('HGETALL', JOB)
   for i = 1, #all, 2 do
     local kind = string.sub(all[i], 1, 2)
-    if kind == 'a:' then redis.call('PEXPIRE', cjson.decode(all[i + 1]).key, RETENTION) end
+    if kind == 'a:' then
+      local key = cjson.decode(all[i + 1]).key
+      kept[key] = true
+      redis.call('PEXPIRE', key, RETENTION)
+    end
     if kind == 'w:' then
       waiters[#waiters + 1] = all[i]
     else
       record[#record + 1], record[#record + 2] = all[i], all[i + 1]
     end
   end
+  -- Files of runs that were taken over, and never named.
+  local files = redis.call('SMEMBERS', JOB .. ':files')
+  for _, key in ipairs(files) do
+    if not kept[key] then redis.call('UNLINK', key) end
+  end
+  if #files > 0 then redis.call('UNLINK', JOB .. ':files') end
   if #waiters > 0 then
     redis.call('HDEL', JOB, unpack(waiters))
     record = framed(record)
@@ -184,4 +199,5 @@ local function finalise(state, err)
   end
   redis.call('PEXPIRE', JOB, RETENTION)
   redis.call('PEXPIRE', EVENTS, RETENTION)
+  give_up_place()
 end
