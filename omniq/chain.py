@@ -24,6 +24,7 @@ EXCERPT_CHARS = 60
 def first_posts(spec: JobSpec, pipeline: PipelineConfig) -> list[Post]:
     """The messages that start the job, as :func:`build` and ``apply_async`` would send them."""
     app.follow_settings()
+    pipeline = pipeline.only(spec.stages)
     if pipeline.is_linear:
         first, *behind = [_stage(spec, stage) for stage in pipeline.topological_order()]
         return [post(first, chain=behind[::-1] or None)]
@@ -39,6 +40,7 @@ def build(spec: JobSpec, pipeline: PipelineConfig) -> Signature:
     find an input missing and end (``Verdict.WAIT``). No chord waits for it, no worker is held.
     """
     app.follow_settings()
+    pipeline = pipeline.only(spec.stages)
     if pipeline.is_linear:
         steps = [app.signature(_stage(spec, stage)) for stage in pipeline.topological_order()]
         return chain(*steps, app=app) if len(steps) > 1 else steps[0]
@@ -52,6 +54,7 @@ def early_post(
     """The message that starts ``stage`` of a running job ahead of its turn, with all that comes
     behind. ``sender`` makes its task id differ from that of the stage's own message.
     """
+    pipeline = pipeline.only(spec.stages)
     if not pipeline.is_linear:
         return post(_linked(spec, pipeline, stage, sender), parent=parent)
     order = pipeline.topological_order()

@@ -60,16 +60,23 @@ class OmniLLM:
         raise_on_error: bool = True,
         priority: int = 5,
         timeout: float | None = None,
+        idempotency_key: str | None = None,
+        outputs: Sequence[str] | None = None,
         **more: Any,
     ) -> list[OmniRequestOutput]:
         """Serve all prompts, submitted at once so that the stages overlap; results in their order.
 
-        Nothing is submitted if any request is invalid. All jobs are waited for, also when one
-        fails; Ctrl-C cancels those that have not ended.
+        Nothing is submitted if any request is invalid. Files are read as their requests are
+        submitted, a few at a time; one that cannot be used cancels the jobs before it. While the
+        system has no room for more, the rest waits. All jobs are waited for, also when one fails;
+        Ctrl-C cancels those that have not ended.
 
         Args:
             parameters: for all prompts, or one mapping for each.
+            outputs: only these of the pipeline's; stages that none of them needs do not run.
             more: parameters for all prompts; they win over ``parameters``.
+            idempotency_key: as of :meth:`AsyncOmniLLM.submit`, of the call: each prompt has its own
+                by its number.
 
         Raises:
             InvalidRequest: naming the faulty fields.
@@ -77,27 +84,41 @@ class OmniLLM:
             NotReady, BrokerUnavailable: as :meth:`AsyncOmniLLM.generate`.
         """
         requests = _requests(prompts, parameters, more)
-        outputs = self._call(self._generate(requests, priority, timeout))
-        failed = [o for o in outputs if o.state is not JobState.SUCCEEDED]
+        made = self._call(self._generate(requests, priority, timeout, outputs, idempotency_key))
+        failed = [o for o in made if o.state is not JobState.SUCCEEDED]
         if failed and raise_on_error:
             try:
                 failed[0].raise_for_state()
             except JobFailed as exc:
                 exc.details["failed"] = [o.job_id for o in failed]
                 raise
-        return outputs
+        return made
 
     async def _generate(
         self,
         requests: list[tuple[Prompt, dict[str, Any]]],
         priority: int,
         timeout: float | None,
+        outputs: Sequence[str] | None,
+        key: str | None,
     ) -> list[OmniRequestOutput]:
         llm = self._llm
-        read = [(await llm.prepare(p, q), q) for p, q in requests]
+        for prompt, parameters in requests:
+            llm.validate(prompt, parameters)
         submits = [
-            asyncio.create_task(llm.submit(p, q, priority=priority, timeout=timeout, stream=False))
-            for p, q in read
+            asyncio.create_task(
+                llm.submit(
+                    prompt,
+                    parameters,
+                    priority=priority,
+                    timeout=timeout,
+                    stream=False,
+                    outputs=outputs,
+                    idempotency_key=None if key is None else f"{key}#{number}",
+                    patient=True,
+                )
+            )
+            for number, (prompt, parameters) in enumerate(requests)
         ]
         try:
             job_ids = await asyncio.gather(*submits)
@@ -209,6 +230,8 @@ async def _results(llm: AsyncOmniLLM, job_ids: Sequence[str]) -> list[OmniReques
 
 async def _cancel_all(llm: AsyncOmniLLM, submits: list[asyncio.Task[str]]) -> None:
     """Cancel the jobs of a batch that nobody will wait for; the batch's own error matters more."""
+    for submit in submits:
+        submit.cancel()
     for outcome in await asyncio.gather(*submits, return_exceptions=True):
         if isinstance(outcome, str):
             try:

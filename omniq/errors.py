@@ -85,6 +85,57 @@ class ArtifactNotFound(OmniqError):
     code = "artifact_not_found"
 
 
+class JobGone(JobNotFound):
+    """There was a job with that id; it is no longer kept."""
+
+    code = "job_gone"
+
+
+class IdempotencyConflict(OmniqError):
+    """The idempotency key was used for a request that asked for something else."""
+
+    code = "idempotency_conflict"
+
+
+class Refused(OmniqError):
+    """A job was not let in: nothing of it is kept.
+
+    Args:
+        limit: stable name of the limit that is reached.
+        value: of the limit.
+        size: what there is at present.
+        retry_after: seconds after which there will be room, as far as can be told.
+    """
+
+    retryable = True
+    whose = ""
+
+    def __init__(self, limit: str, value: float, size: float, retry_after: float) -> None:
+        super().__init__(
+            f"{self.whose} limit {limit} is reached: at most {value:g}, at present {size:g}",
+            hint=f"try again in {max(1, round(retry_after))} s",
+            limit=limit,
+            value=value,
+            size=size,
+            retry_after=retry_after,
+        )
+        self.limit, self.value, self.size, self.retry_after = limit, value, size, retry_after
+
+
+class Overloaded(Refused):
+    """The system has no room for another job now."""
+
+    code = "overloaded"
+    whose = "the system's"
+
+
+class ShareUsed(Refused):
+    """The tenant has used up its share for now."""
+
+    code = "share_used"
+    whose = "your"
+
+
 class DeadLetterNotFound(OmniqError):
     """No dead letter with that id (any more)."""
 

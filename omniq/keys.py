@@ -49,6 +49,11 @@ def job_blobs(job_id: str) -> str:
     return f"{_ns()}:job:{{{job_id}}}:blobs"
 
 
+def job_files(job_id: str) -> str:
+    """Set: keys of the result files that runs of the job have stored, in use or not."""
+    return f"{_ns()}:job:{{{job_id}}}:files"
+
+
 def job_streams(job_id: str) -> str:
     """Set: keys of the job's chunk streams and of their readers' positions."""
     return f"{_ns()}:job:{{{job_id}}}:streams"
@@ -69,14 +74,39 @@ def artifact(job_id: str, name: str, fence: int) -> str:
     return f"{_ns()}:job:{{{job_id}}}:artifact:{name}:{fence}"
 
 
-def jobs_index() -> str:
-    """Sorted set: all job ids by creation time."""
-    return f"{_ns()}:jobs"
+def jobs_index(tenant: str = "") -> str:
+    """Sorted set: all job ids, or those of a tenant, by creation time."""
+    return f"{_ns()}:jobs:{tenant}" if tenant else f"{_ns()}:jobs"
+
+
+def jobs_gone(tenant: str = "") -> str:
+    """Sorted set: ids of jobs, or a tenant's, that are no longer kept, by when that was found."""
+    return f"{_ns()}:gone:{tenant}" if tenant else f"{_ns()}:gone"
 
 
 def open_jobs(pipeline: str) -> str:
     """Sorted set: ids of a pipeline's jobs that have not ended, by creation time."""
     return f"{_ns()}:open:{pipeline}"
+
+
+def api_keys() -> str:
+    """Hash: tenants' API keys, hashed, by their ids."""
+    return f"{_ns()}:api_keys"
+
+
+def api_closed() -> str:
+    """String: there has been a tenant's key."""
+    return f"{_ns()}:api_closed"
+
+
+def pool_full(pipeline: str) -> str:
+    """String with TTL: how full the shared memory of a host is that serves the pipeline."""
+    return f"{_ns()}:full:{pipeline}"
+
+
+def webhooks() -> str:
+    """Sorted set: ids of jobs of whose end somebody is to be told, by when to try."""
+    return f"{_ns()}:webhooks"
 
 
 def reconciler(pipeline: str) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import redis.asyncio
@@ -113,17 +111,29 @@ def line(client: Client, **options: Any) -> Line:
     )
 
 
-@contextmanager
-def broker_errors(setting: str = "OMNIQ_BROKER_URL") -> Iterator[None]:
-    """Turn "no broker" into :class:`BrokerUnavailable`, whatever form it takes.
+class _BrokerErrors:
+    """What :func:`broker_errors` returns; a generator would cost every command more."""
+
+    __slots__ = ("_setting",)
+
+    def __init__(self, setting: str) -> None:
+        self._setting = setting
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
+        if isinstance(exc, UNAVAILABLE):
+            raise BrokerUnavailable(
+                f"the broker cannot be used: {exc}",
+                hint=f"check that Redis/Valkey runs at {self._setting} and has memory left",
+            ) from exc
+
+
+def broker_errors(setting: str = "OMNIQ_BROKER_URL") -> _BrokerErrors:
+    """A context that turns "no broker" into :class:`BrokerUnavailable`, whatever form it takes.
 
     Args:
         setting: names the server.
     """
-    try:
-        yield
-    except UNAVAILABLE as exc:
-        raise BrokerUnavailable(
-            f"the broker cannot be used: {exc}",
-            hint=f"check that Redis/Valkey runs at {setting} and has memory left",
-        ) from exc
+    return _BrokerErrors(setting)

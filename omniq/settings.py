@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -51,7 +52,12 @@ class Settings(BaseSettings):
     api_keys: list[str] = Field(
         default_factory=list,
         description="Keys of which clients must send one as 'Authorization: Bearer KEY' to every "
-        "route below /v1 (JSON list); empty: none is asked for.",
+        "route below /v1 (JSON list): the operator's, who has no share to keep; see api_auth.",
+    )
+    api_auth: Literal["auto", "required"] = Field(
+        "auto",
+        description="'required': the routes below /v1 want a key even while there is none; 'auto': "
+        "as soon as there is one, in api_keys or made by `omniq keys create`.",
     )
     served_models: dict[str, str] = Field(
         default_factory=dict,
@@ -89,11 +95,62 @@ class Settings(BaseSettings):
         "before it is decoded.",
     )
 
+    max_jobs: int = Field(
+        10_000,
+        gt=0,
+        description="Most unfinished jobs of one pipeline whose file says no max_jobs; more are "
+        "answered 503 with Retry-After.",
+    )
+    max_waiting: int = Field(
+        10_000,
+        gt=0,
+        description="Most messages that may wait for a stage whose file says no max_waiting.",
+    )
+    max_waiting_input_bytes: int = Field(
+        1 << 30, gt=0, description="Most bytes of the input files of all unfinished jobs."
+    )
+    broker_watermark: float = Field(
+        0.85,
+        gt=0,
+        le=1,
+        description="No job is accepted while the broker uses more than this part of its "
+        "maxmemory, or while a host's shared memory is as full.",
+    )
+    fair_window: int = Field(
+        64,
+        gt=0,
+        description="Once there are tenants: messages in a stage's queue above which a pipeline's "
+        "jobs are held back and let go in turn; at least twice the stages' max_in_flight.",
+    )
+    idempotency_ttl: float = Field(
+        86_400.0, gt=0, description="An idempotency key is known so long after its first use."
+    )
+
+    webhook_allow: list[str] = Field(
+        default_factory=lambda: ["*"],
+        description="Hosts that webhooks may name (JSON list): '*' (any that is public), names, "
+        "'*.name', and addresses or networks, which alone may be private.",
+    )
+    webhook_schemes: list[Literal["https", "http"]] = Field(
+        ["https"], description="URL schemes of webhooks (JSON list)."
+    )
+    webhook_timeout: float = Field(
+        10.0, gt=0, description="Seconds a webhook's receiver may take to answer."
+    )
+
     flower_port: int = Field(5555, ge=1, le=65535, description="Port Flower listens on (loopback).")
     flower_auth: str | None = Field(
         None, description="user:password for Flower's basic auth; unset: a new one each start."
     )
 
+    remote_media: list[str] = Field(
+        default_factory=list,
+        description="Hosts from which files of a request may be fetched (JSON list): a name, "
+        "*.name, an address or a network; '*' is any public one. Empty: none.",
+    )
+    remote_timeout: float = Field(
+        20.0, gt=0, description="Longest time that fetching one such file may take, in seconds."
+    )
     max_media_seconds: float = Field(
         600.0, gt=0, description="Longest sound or video among a request's inputs."
     )
@@ -145,6 +202,11 @@ class Settings(BaseSettings):
     job_ttl: float = Field(
         7 * 86_400.0, gt=0, description="An unfinished job's record is dropped after so long."
     )
+    tombstones: float = Field(
+        7 * 86_400.0,
+        ge=0,
+        description="Jobs that are no longer kept are answered 410, not 404, at least so long.",
+    )
     dead_letter_retention: float = Field(
         7 * 86_400.0,
         gt=0,
@@ -176,6 +238,11 @@ class Settings(BaseSettings):
     redis_blob_max_bytes: int = Field(
         512 << 20, gt=0, description="Largest blob the Redis store accepts."
     )
+    redis_ca: Path | None = Field(
+        None,
+        description="Certificates (PEM file) that rediss:// servers are checked against; unset: "
+        "the system's.",
+    )
     blob_ttl: float = Field(
         86_400.0, gt=0, description="A blob that no job frees is dropped from Redis after so long."
     )
@@ -200,7 +267,7 @@ class Settings(BaseSettings):
     @property
     def url(self) -> str:
         """The broker URL in kombu's spelling, embedded or configured."""
-        return self.broker_url or f"redis://127.0.0.1:{self.broker_port}/0"
+        return self._encrypted(self.broker_url or f"redis://127.0.0.1:{self.broker_port}/0")
 
     @property
     def redis_url(self) -> str:
@@ -210,7 +277,20 @@ class Settings(BaseSettings):
     @property
     def blob_url(self) -> str:
         """The server for blobs, in redis-py's spelling."""
-        return _redis_spelling(self.blob_redis_url or self.url)
+        return _redis_spelling(self._encrypted(self.blob_redis_url or self.url))
+
+    def _encrypted(self, url: str) -> str:
+        """A ``rediss://`` URL that says how the server's certificate is checked: always, unless the
+        URL itself says otherwise. redis-py, kombu and Celery read it there.
+        """
+        if not url.startswith("rediss://"):
+            return url
+        more = {"ssl_cert_reqs": "required"}
+        if self.redis_ca is not None:
+            more["ssl_ca_certs"] = str(self.redis_ca)
+        parts = urlsplit(url)
+        given = dict(parse_qsl(parts.query, keep_blank_values=True))
+        return urlunsplit(parts._replace(query=urlencode({**more, **given})))
 
 
 def _redis_spelling(url: str) -> str:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
+
+import orjson
 
 from omniq import chain
 from omniq.blobs.base import BlobRef
 from omniq.config import PipelineConfig, get_pipeline
 from omniq.config.request import validate_request
-from omniq.errors import InputTooLarge, InvalidRequest
+from omniq.errors import BrokerUnavailable, InputTooLarge, InvalidRequest, JobNotFound
 from omniq.inputs import InputFile, read_inputs
+from omniq.jobs import webhooks
+from omniq.jobs.admission import Admission, Again, Share
 from omniq.jobs.model import JobRecord, JobSpec, new_job_id
 from omniq.jobs.store import JobStore
 from omniq.settings import get_settings
 
 PRIORITIES = range(10)
+DEFAULT_PRIORITY = 5
+MAX_KEY = 255
 
 
 async def submit(
@@ -26,23 +34,33 @@ async def submit(
     pipeline: str,
     inputs: dict[str, Any],
     parameters: dict[str, Any] | None = None,
-    priority: int = 5,
+    priority: int | None = None,
     timeout: float | None = None,
     metadata: dict[str, str] | None = None,
     stream: bool = True,
     awaited: bool = False,
+    idempotency_key: str | None = None,
+    webhook: webhooks.Webhook | None = None,
+    outputs: Sequence[str] | None = None,
 ) -> JobRecord:
     """Validate one job, then record and enqueue it in one step: never one without the other.
 
-    ``priority`` 9 is served first, 0 last. A job that has not ended within ``timeout`` seconds
-    expires. Pictures and tensors among the inputs become blobs, which the job's end frees. A seed
-    that is not given is drawn here, once, so that retries and all stages use the same one.
+    ``priority`` 9 is served first, 0 last; unset it is 5, or the highest that the tenant may have.
+    A job that has not ended within ``timeout`` seconds expires. Pictures and tensors among the
+    inputs become blobs, which the job's end frees. A seed that is not given is drawn here, once, so
+    that retries and all stages use the same one.
+    Of ``outputs`` the pipeline's others are not made: stages that none of them needs do not run.
     With ``stream`` off engines need not say text before it is whole, which costs them less.
     ``awaited``: the caller will wait for the job's end at once (:meth:`JobStore.wait`).
+    ``idempotency_key``: a request with the same key and the same content that comes again, at the
+    same time or later, is answered with the job of the first (``replayed``).
+    ``webhook``: is told of the job's end by the API's processes.
 
     Raises:
         UnknownPipeline: no such pipeline.
         InvalidRequest: naming every faulty field; of files the first that cannot be used.
+        Overloaded, ShareUsed: the system, or the tenant's share, has no room for it now.
+        IdempotencyConflict: the key was used for something else.
         StoreFull, BlobTooLarge: there is no room for a file.
         BrokerUnavailable: the job was neither recorded nor enqueued; or it was both, and the answer
             was lost.
@@ -56,11 +74,63 @@ async def submit(
         timeout=timeout,
         metadata=metadata or {},
         stream=stream,
+        share=store.share,
+        outputs=outputs,
     )
-    if config.files:
-        spec = await _with_files(store, config, spec)
-    upstream = {s: config.upstream(s) for s in spec.stages}
-    return await store.create(spec, upstream, chain.first_posts(spec, config), awaited=awaited)
+    again = None
+    if idempotency_key is not None:
+        wanted = None if outputs is None else sorted(outputs)
+        asked = (pipeline, inputs, parameters or {}, priority, timeout, metadata or {}, wanted)
+        again = _again(idempotency_key, asked, webhook)
+    hook = None if webhook is None else await webhooks.checked(webhook)
+    nbytes = 0
+    if config.files or get_settings().remote_media:
+        spec, nbytes = await _with_files(store, config, spec)
+    record: JobRecord | None = None
+    try:
+        record = await store.create(
+            spec,
+            {s: config.upstream(s) for s in spec.stages},
+            chain.first_posts(spec, config),
+            awaited=awaited,
+            admission=Admission.of(config),
+            again=again,
+            hook=hook,
+        )
+    finally:
+        if spec.files and (record is None or record.replayed):
+            await _drop_unless_created(store, spec, nbytes)
+    return record
+
+
+def _again(key: str, asked: tuple[Any, ...], webhook: webhooks.Webhook | None) -> Again:
+    if not 1 <= len(key) <= MAX_KEY or not key.isascii() or not key.isprintable():
+        message = f"must be 1 to {MAX_KEY} printable ASCII characters"
+        raise InvalidRequest(
+            f"idempotency_key: {message}",
+            fields=[{"field": "idempotency_key", "message": message}],
+        )
+
+    def plain(value: Any) -> Any:
+        data = value.data if isinstance(value, InputFile) else bytes(value)
+        return hashlib.sha256(data).hexdigest()
+
+    options = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_DATACLASS
+    hook = None if webhook is None else webhook.model_dump()
+    content = orjson.dumps((*asked, hook), default=plain, option=options)
+    return Again(
+        key=hashlib.sha256(key.encode()).hexdigest(), print=hashlib.sha256(content).hexdigest()
+    )
+
+
+async def _drop_unless_created(store: JobStore, spec: JobSpec, nbytes: int) -> None:
+    """Free the files of a job that was not created; one whose answer was lost may have been."""
+    try:
+        await store.get(spec.id)
+    except JobNotFound:
+        await store.inputs.drop(spec.id, nbytes, spec.files.values())
+    except BrokerUnavailable:
+        return  # they are dropped when an unfinished job is
 
 
 async def fetch_input(store: JobStore, job_id: str, name: str) -> bytes:
@@ -77,20 +147,25 @@ async def fetch_input(store: JobStore, job_id: str, name: str) -> bytes:
     return (await store.read_artifact(record, name))[0]
 
 
-async def _with_files(store: JobStore, config: PipelineConfig, spec: JobSpec) -> JobSpec:
-    """The job with its files read and stored as blobs."""
-
+async def _with_files(
+    store: JobStore, config: PipelineConfig, spec: JobSpec
+) -> tuple[JobSpec, int]:
+    """The job with its files read and stored as blobs, and their bytes."""
     inputs = await read_inputs(config, spec.inputs, partial(fetch_input, store))
+    found = {name: v for name, v in inputs.items() if isinstance(v, InputFile)}
+    nbytes = sum(len(file.data) for file in found.values())
+    if not found:  # remote media in a conversation may have been brought in all the same
+        return spec.model_copy(update={"inputs": inputs}), 0
+    await store.inputs.reserve(spec.id, config.name, nbytes)
     files: dict[str, BlobRef] = {}
     try:
-        for name, value in inputs.items():
-            if isinstance(value, InputFile):
-                files[name] = await store.put_input(spec.id, name, value.data)
-                inputs[name] = value.shown
+        for name, file in found.items():
+            files[name] = await store.inputs.put(spec.id, name, file.data)
+            inputs[name] = file.shown
     except BaseException:
-        await store.drop_inputs(files.values())
+        await store.inputs.drop(spec.id, nbytes, files.values())
         raise
-    return spec.model_copy(update={"inputs": inputs, "files": files})
+    return spec.model_copy(update={"inputs": inputs, "files": files}), nbytes
 
 
 def make_spec(
@@ -98,31 +173,43 @@ def make_spec(
     inputs: dict[str, Any],
     parameters: dict[str, Any],
     *,
-    priority: int,
+    priority: int | None,
     timeout: float | None,
     metadata: dict[str, str],
     stream: bool = True,
+    share: Share | None = None,
+    outputs: Sequence[str] | None = None,
 ) -> JobSpec:
-    """The job a valid request describes, with a new id.
+    """The job a valid request of that tenant describes, with a new id.
 
     Raises:
         InvalidRequest: naming every faulty field.
     """
-    if isinstance(priority, bool) or priority not in PRIORITIES:
+    share = share or Share()
+    if priority is None:
+        priority = min(DEFAULT_PRIORITY, share.max_priority)
+    if isinstance(priority, bool) or priority not in PRIORITIES[: share.max_priority + 1]:
         raise InvalidRequest(
-            f"priority: must be 0 to 9; got {priority!r}",
-            fields=[{"field": "priority", "message": "must be 0 to 9"}],
+            f"priority: must be 0 to {share.max_priority}; got {priority!r}",
+            fields=[{"field": "priority", "message": f"must be 0 to {share.max_priority}"}],
         )
     if timeout is not None and not 0 < timeout < float("inf"):
         raise InvalidRequest(
             f"timeout: must be seconds above 0; got {timeout!r}",
             fields=[{"field": "timeout", "message": "must be seconds above 0"}],
         )
+    wanted = list(config.outputs) if outputs is None else list(outputs)
+    if not wanted or (unknown := [name for name in wanted if name not in config.outputs]):
+        message = f"must be some of {', '.join(config.outputs)}" + (
+            f"; got {unknown[0]!r}" if wanted else ""
+        )
+        raise InvalidRequest(
+            f"outputs: {message}", fields=[{"field": "outputs", "message": message}]
+        )
     complete = validate_request(config, inputs, parameters)
     seed = secrets.randbelow(2**32)
-    for stage in config.stages:
-        if "seed" in stage.parameter_model.model_fields:
-            complete[stage.stage_id].setdefault("seed", seed)
+    for stage in config.takers.get("seed", ()):
+        complete[stage.stage_id].setdefault("seed", seed)
     created = time.time()
     return JobSpec(
         id=new_job_id(created),
@@ -130,8 +217,9 @@ def make_spec(
         pipeline_version=config.version,
         inputs=inputs,
         parameters=complete,
-        stages=config.topological_order(),
+        stages=config.topological_order() if outputs is None else config.stages_for(wanted),
         priority=priority,
+        tenant=share.tenant,
         deadline=None if timeout is None else created + timeout,
         metadata=metadata,
         stream=stream,

@@ -117,6 +117,7 @@ async def submit_job(
     priority: int = 5,
     timeout: float | None = None,
     metadata: dict[str, str] | None = None,
+    idempotency_key: str | None = None,
 ) -> dict[str, Any]:
     """Start a job; ``prompt`` is short for ``inputs={"prompt": ...}``.
 
@@ -125,6 +126,7 @@ async def submit_job(
 
     Raises:
         InvalidRequest: naming every faulty field.
+        Overloaded: there is no room for it now.
     """
     from omniq.jobs.store import JobStore  # noqa: PLC0415 - needs this module's app
     from omniq.submit import submit  # noqa: PLC0415 - as above
@@ -143,6 +145,7 @@ async def submit_job(
             priority=priority,
             timeout=timeout,
             metadata=metadata,
+            idempotency_key=idempotency_key,
         )
     finally:
         await store.close()

@@ -20,6 +20,8 @@ from omniq.engines import create_engine
 from omniq.engines.base import Engine, NullEmit, StageInput, StageOutput, StageRequest
 
 ALWAYS = {"batching": {"when": "always"}}
+#: Families whose guidance pairs must have equally long texts.
+EQUALLY_LONG = ("flux", "flux2_klein", "sd3", "wan", "wan_i2v")
 Condition = dict[str, torch.Tensor]
 Pictures = torch.Tensor | dict[str, torch.Tensor]
 
@@ -82,7 +84,7 @@ def condition(name: str, tokens: int, seed: int = 0) -> Condition:
     """
     generator = torch.Generator().manual_seed(seed)
     width = {"z_image": HIDDEN, "sd3": 2 * WIDTH, "flux2_klein": 3 * WIDTH}.get(name, WIDTH)
-    other = tokens if name in ("flux", "flux2_klein", "sd3", "wan") else tokens + 3
+    other = tokens if name in EQUALLY_LONG else tokens + 3
 
     def rand(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)

@@ -22,6 +22,7 @@ async def run_stages(
     prompt: str,
     params: dict[str, Any],
     files: dict[str, StageInput] | None = None,
+    device: str = "cpu",
 ) -> dict[str, StageOutput]:
     """Outputs by stage id; parameters are checked and completed as a job's are.
 
@@ -42,7 +43,7 @@ async def run_stages(
                 continue
             before = made[edge.producer]
             inputs[target] = StageInput(before.values.get(name), before.tensors.get(name, {}))
-        engine = create_engine(pipeline.stage(stage_id))
+        engine = create_engine(pipeline.stage(stage_id), device)
         await engine.load()
         request = StageRequest("test", complete[stage_id])
         made[stage_id] = await engine.run(request, inputs, NullEmit())

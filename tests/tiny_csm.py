@@ -31,6 +31,8 @@ def make_csm(folder: Path, *, sample: bool = True, codebooks: int = CODEBOOKS) -
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and not name.startswith("codec_model."):
                 parameter.mul_(12.0)
+        for parameter in model.codec_model.decoder.layers[-1].parameters():
+            parameter.mul_(0.02)  # within -1..1, as sound is
         for name, buffer in model.codec_model.named_buffers():
             if name.endswith("embed_sum"):  # zeros until trained
                 buffer.normal_()

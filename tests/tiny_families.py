@@ -22,7 +22,7 @@ def make(name: str, folder: Path) -> Path:
     return folder
 
 
-def _autoencoder(channels: int = 4) -> Any:
+def _autoencoder(channels: int = 4, shift: float = 0.06) -> Any:
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
@@ -37,7 +37,7 @@ def _autoencoder(channels: int = 4) -> Any:
         norm_num_groups=4,
         use_quant_conv=False,
         use_post_quant_conv=False,
-        shift_factor=0.06,
+        shift_factor=shift,
         scaling_factor=1.5,
     )
 
@@ -311,6 +311,33 @@ def _wan22_i2v() -> Any:
     )
 
 
+def _cogview4() -> Any:
+    """A pipeline that omniq has no file for."""
+    from diffusers import CogView4Pipeline, CogView4Transformer2DModel
+    from transformers import GlmConfig, GlmModel
+
+    tokenizer = make_tokenizer()
+    transformer = CogView4Transformer2DModel(
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        text_embed_dim=WIDTH,
+        time_embed_dim=16,
+        condition_dim=4,
+        rope_axes_dim=(64, 64),
+    )
+    return CogView4Pipeline(
+        tokenizer=tokenizer,
+        text_encoder=GlmModel(GlmConfig(**_text_config(tokenizer, 3))).eval(),
+        vae=_autoencoder(shift=0.0),
+        transformer=transformer,
+        scheduler=_euler(use_dynamic_shifting=True, base_shift=0.25, max_shift=0.75),
+    )
+
+
 def _flux2_parts(layers: int) -> dict[str, Any]:
     from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
 
@@ -411,6 +438,7 @@ _BUILDERS = {
     "wan_5b": _wan_5b,
     "wan_i2v": _wan_i2v,
     "wan22_i2v": _wan22_i2v,
+    "cogview4": _cogview4,
     "flux2": _flux2,
     "flux2_klein": _flux2_klein,
 }

@@ -33,6 +33,24 @@ def make_glm_image(folder: Path) -> Path:
     return folder
 
 
+def whole_glm_image(folder: Path) -> Any:
+    """The whole pipeline of diffusers.
+
+    Version 0.42 joins the features of all pictures along their first axis before it asks for their
+    tokens, as fits transformers 5.0; since then features are [channels, h, w] for each picture,
+    and the model wants them apart.
+    """
+    from diffusers import DiffusionPipeline
+
+    made = DiffusionPipeline.from_pretrained(str(folder), dtype=torch.float32)
+    made.set_progress_bar_config(disable=True)
+    own = made.vision_language_encoder.get_image_tokens
+    made.vision_language_encoder.get_image_tokens = lambda states, grids: own(
+        list(states.split(WIDTH)), grids
+    )
+    return made
+
+
 def _pipeline() -> Any:
     from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline
     from transformers import ByT5Tokenizer, GlmImageForConditionalGeneration, T5EncoderModel

@@ -129,8 +129,16 @@ def main() -> None:
             ("Wan 2.2 A14B", [umt5], [wan(), wan()], [video_vae]),
             ("Wan 2.2 5B", [umt5], [wan(**WAN_5B)], []),
         ]
+        csm = t.CsmForConditionalGeneration(t.CsmConfig())
+        # Shared when loaded; on the meta device the library leaves them apart.
+        own = csm.backbone_model.embed_tokens.embed_audio_tokens
+        own.weight = csm.depth_decoder.model.embed_tokens.weight
+        own_engines: list[tuple[str, list[Any], list[Any]]] = [
+            ("GLM-Image", [t.GlmImageForConditionalGeneration(t.GlmImageConfig())], []),
+            ("CSM 1B", [csm], [csm.codec_model]),
+        ]
     print("model | encode | DiT | decode: thousand millions of parameters (GiB in bfloat16)")
-    for name, *parts in rows:
+    for name, *parts in (*rows, *own_engines):
         shown = []
         for part in parts:
             billions = sum(map(count, part))

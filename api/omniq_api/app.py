@@ -72,8 +72,9 @@ def create_app() -> FastAPI:
 
     settings = get_settings()
     app.add_middleware(BodyLimitMiddleware, limit=settings.max_body_bytes)
-    if settings.api_keys:
-        app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys)
+    app.add_middleware(
+        ApiKeyMiddleware, keys=settings.api_keys, required=settings.api_auth == "required"
+    )
     problems.install(app)
     openapi.install(app)
     return app

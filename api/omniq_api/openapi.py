@@ -41,6 +41,7 @@ EXAMPLES: dict[int, Example] = {
         "the body is not valid JSON: unexpected end of data",
         [("body", "unexpected end of data")],
     ),
+    403: ("Not for tenants", "operators_only", "a tenant's key may not ask for this", []),
     404: (
         "Unknown",
         "job_not_found",
@@ -48,6 +49,7 @@ EXAMPLES: dict[int, Example] = {
         [],
     ),
     409: ("Not finished", "job_not_finished", "job is running; it has no artifact 'image' yet", []),
+    410: ("No longer kept", "job_gone", "job x is no longer kept", []),
     413: (
         "Body too large",
         "body_too_large",
@@ -66,6 +68,12 @@ EXAMPLES: dict[int, Example] = {
         "parameters.width: must be at least 64; got 0",
         [("parameters.width", "must be at least 64; got 0")],
     ),
+    429: (
+        "The tenant's share is used up; Retry-After says when to ask again",
+        "share_used",
+        "your limit concurrent_jobs is reached: at most 8, at present 8",
+        [],
+    ),
     500: (
         "Failed",
         "internal_error",
@@ -73,7 +81,7 @@ EXAMPLES: dict[int, Example] = {
         [],
     ),
     503: (
-        "Broker unavailable; Retry-After says when to ask again",
+        "Overloaded, or the broker is unavailable; Retry-After says when to ask again",
         "broker_unavailable",
         "a part this service needs does not answer; try again",
         [],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http
 import logging
+import math
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,6 +35,10 @@ STATUS: dict[type[errors.OmniqError], int] = {
     errors.InputTooLarge: 413,
     errors.UnsupportedInput: 415,
     errors.JobNotFound: 404,
+    errors.JobGone: 410,
+    errors.IdempotencyConflict: 409,
+    errors.ShareUsed: 429,
+    errors.Overloaded: 503,
     errors.ArtifactNotFound: 404,
     errors.DeadLetterNotFound: 404,
     errors.DeadLetterLost: 409,
@@ -113,6 +118,15 @@ def omniq_problem(request: Request, exc: errors.OmniqError) -> Response:
     status = next((STATUS[c] for c in type(exc).__mro__ if c in STATUS), 500)
     if status == 500:
         return incident(request, exc)
+    if isinstance(exc, errors.Refused):
+        return problem_response(
+            request,
+            status,
+            exc.code,
+            exc.message,
+            headers={"retry-after": str(max(1, math.ceil(exc.retry_after)))},
+            members={"limit": exc.limit, "value": exc.value, "size": exc.size},
+        )
     if status == 503:
         # The message names hosts and ports: for the log, not for clients.
         logger.warning("%s %r: %s", request.method, _path(request), exc)

@@ -39,7 +39,9 @@ async def _pipeline(
         length = await queue_length(redis, keys.stage_queue(pipeline.name, stage))
         stages[stage] = _stage(StageReadiness(stage, own), length)
     ready = all(s.state == "ready" for s in stages.values())
-    return PipelineReadinessView(ready=ready, stages=stages)
+    with broker_errors():
+        unfinished = await redis.zcard(keys.open_jobs(pipeline.name))
+    return PipelineReadinessView(ready=ready, open_jobs=unfinished, stages=stages)
 
 
 def _stage(stage: StageReadiness, length: int) -> StageReadinessView:

@@ -5,12 +5,16 @@ Times are Unix seconds. Every URL is a path on the same host.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
-from omniq.jobs.model import JobRecord, JobState, StageRecord
+from omniq.config import get_pipeline
+from omniq.errors import UnknownPipeline
+from omniq.jobs.model import ArtifactInfo, JobRecord, JobState, StageRecord
+from omniq.jobs.webhooks import Webhook
 
 MAX_KEYS = 64
 MAX_METADATA = 16
@@ -66,6 +70,13 @@ class JobRequest(BaseModel):
         description="Parameters by name; each stage takes those it knows. An object under a stage "
         'id is for that stage only: `{"seed": 1, "ar": {"seed": 2}}`.',
     )
+    outputs: list[str] | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_KEYS,
+        description="Only these of the pipeline's outputs; stages that none of them needs do not "
+        "run. Default: all.",
+    )
     priority: int = Field(5, ge=0, le=9, strict=True, description="9 is served first.")
     timeout: float | None = Field(
         None,
@@ -79,6 +90,9 @@ class JobRequest(BaseModel):
         default_factory=dict,
         max_length=MAX_METADATA,
         description="Your own labels, returned with the job.",
+    )
+    webhook: Webhook | None = Field(
+        None, description="Told of the job's end by a POST, as Standard Webhooks has it."
     )
 
 
@@ -206,6 +220,7 @@ class PipelineReadinessView(BaseModel):
     """Whether one pipeline can serve."""
 
     ready: bool
+    open_jobs: int = Field(0, description="Unfinished jobs, also those held back.")
     stages: dict[str, StageReadinessView]
 
 
@@ -292,9 +307,29 @@ def job_view(record: JobRecord, base: str) -> JobView:
                 url=artifact_url(fields["urls"].self, name),
                 meta=info.meta,
             )
-            for name, info in record.artifacts.items()
+            for name, info in _in_order(record)
         ],
     )
+
+
+def _in_order(record: JobRecord) -> list[tuple[str, ArtifactInfo]]:
+    """Result files as the pipeline declares its outputs, several of one output by their numbers;
+    of a pipeline that is not there any more, by name.
+    """
+    try:
+        outputs = list(get_pipeline(record.spec.pipeline).outputs)
+    except UnknownPipeline:
+        outputs = []
+
+    def place(item: tuple[str, ArtifactInfo]) -> tuple[int, str, float, str]:
+        name, info = item
+        # "image-2" is the third of "image", "image.2" the third chunk of it.
+        output = name if name in outputs else re.sub(r"[.-]\d+$", "", name)
+        at = outputs.index(output) if output in outputs else len(outputs)
+        number = info.meta.get("sequence", info.meta.get("index", 0))
+        return at, output, number if isinstance(number, int | float) else 0, name
+
+    return sorted(record.artifacts.items(), key=place)
 
 
 def _summary_fields(record: JobRecord, base: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,8 +13,13 @@ from fastapi import Depends, Request
 
 from omniq.errors import BrokerUnavailable
 from omniq.jobs.store import JobStore
+from omniq.jobs.webhooks import Webhook
 from omniq.jobs.workers import WorkerRegistry
 from omniq.redis_client import Client, broker_errors, connect
+from omniq.tenants import TenantKey
+from omniq_api.keys import KEY, STORE, UNKNOWN
+from omniq_api.problems import ProblemError
+from omniq_api.webhooks import Deliverer
 
 PROBE_TIMEOUT = 1.0
 PROBE_TRUST = 0.25
@@ -57,7 +63,12 @@ class BrokerProbe:
 
 
 class Services:
-    """One per process; lives as long as the app."""
+    """One per process; lives as long as the app. Some requests get a copy (:meth:`of`)."""
+
+    #: The tenant's that asks; None: the operator.
+    key: TenantKey | None = None
+    #: By which the request is known if it comes again.
+    idempotency_key: str | None = None
 
     def __init__(self, redis: Client, stopping: asyncio.Event) -> None:
         self.store = JobStore(redis)
@@ -65,6 +76,19 @@ class Services:
         self.redis = redis
         self.probe = BrokerProbe(redis)
         self.stopping = stopping
+
+    def of(self, key: TenantKey | None, idempotency_key: str | None) -> Services:
+        """The same for one request; of a tenant, to whom other tenants' jobs are unknown."""
+        services = copy.copy(self)
+        services.key, services.idempotency_key = key, idempotency_key
+        if key is not None:
+            services.store = self.store.of(key.share)
+        return services
+
+    @property
+    def webhook(self) -> Webhook | None:
+        """Told of the end of jobs that name none themselves."""
+        return None if self.key is None else self.key.webhook
 
     async def end_waits(self) -> None:
         """When the server stops, end every event stream and long poll."""
@@ -78,13 +102,17 @@ class Services:
 
 @asynccontextmanager
 async def open_services(stopping: asyncio.Event) -> AsyncIterator[Services]:
-    """Services on the configured broker; nothing is sent before the first request."""
+    """Services on the configured broker, which need not answer yet."""
     services = Services(connect(), stopping)
-    ending = asyncio.create_task(services.end_waits())
+    tasks = [
+        asyncio.create_task(services.end_waits()),
+        asyncio.create_task(Deliverer(services.store).run()),
+    ]
     try:
         yield services
     finally:
-        ending.cancel()
+        for task in tasks:
+            task.cancel()
         await services.close()
 
 
@@ -95,13 +123,33 @@ def any_services(request: Request) -> Services:
 
 
 async def live_services(request: Request) -> Services:
-    """The process's services once the broker has answered.
+    """The services for who asks, once the broker has answered.
 
     Raises:
         BrokerUnavailable: it does not.
     """
     services = any_services(request)
+    scope, idempotency_key = request.scope, request.headers.get("idempotency-key")
+    if scope.get(UNKNOWN):
+        raise BrokerUnavailable("whether keys are asked for could not be found out")
     await services.probe.check()
+    key: TenantKey | None = scope.get(KEY)
+    if key is None and idempotency_key is None:
+        return services
+    services = services.of(key, idempotency_key)
+    scope[STORE] = services.store
+    return services
+
+
+async def operators_services(request: Request) -> Services:
+    """As :func:`live_services`, for the operator only.
+
+    Raises:
+        ProblemError: 403, a tenant asks.
+    """
+    services = await live_services(request)
+    if services.key is not None:
+        raise ProblemError(403, "operators_only", "a tenant's key may not ask for this")
     return services
 
 
@@ -112,4 +160,5 @@ async def mount_path(request: Request) -> str:
 
 
 Live = Annotated[Services, Depends(live_services)]
+Operator = Annotated[Services, Depends(operators_services)]
 Base = Annotated[str, Depends(mount_path)]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from starlette.types import Message
 
+from omniq.errors import BrokerUnavailable, JobNotFound
 from omniq.jobs.model import JobRecord
 from omniq_api.services import Services
 
+logger = logging.getLogger("omniq.api")
 T = TypeVar("T")
 
 
@@ -51,6 +54,20 @@ async def unless_gone(receive: Callable[[], Awaitable[Message]], work: Coroutine
     finally:
         working.cancel()
         gone.cancel()
+
+
+async def give_up(services: Services, jobs: Iterable[JobRecord]) -> None:
+    """Cancel jobs for whose results nobody waits any more.
+
+    Those of a request with an idempotency key go on: it may come again for them.
+    """
+    if services.idempotency_key is not None:
+        return
+    for job in jobs:
+        try:
+            await services.store.cancel(job.id)
+        except (BrokerUnavailable, JobNotFound) as exc:
+            logger.warning("job %s, which nobody waits for, goes on: %s", job.id, exc)
 
 
 async def _disconnected(receive: Callable[[], Awaitable[Message]]) -> None:

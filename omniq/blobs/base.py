@@ -38,7 +38,8 @@ class BlobRef(BaseModel):
     )
 
     # A reference is made, written and read for every hop: the same as calling the class,
-    # `model_dump_json` and `model_validate_json`, without the options that those look at.
+    # `model_dump`, `model_dump_json` and `model_validate_json`, without the options that those
+    # look at.
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> BlobRef:
@@ -49,6 +50,10 @@ class BlobRef(BaseModel):
         """
         ref: BlobRef = cls.__pydantic_validator__.validate_python(fields)
         return ref
+
+    def to_fields(self) -> dict[str, Any]:
+        """All fields; the inverse of :meth:`from_fields`."""
+        return self.__dict__.copy()
 
     def to_json(self) -> bytes:
         """All fields."""

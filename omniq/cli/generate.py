@@ -30,7 +30,14 @@ from omniq.settings import get_settings
 @click.option("--seed", type=click.IntRange(0), help="Same seed, same output.")
 @click.option("--param", "params", multiple=True, metavar="NAME=VALUE", help="May be repeated.")
 @click.option(
-    "--input", "files", multiple=True, metavar="NAME=FILE", help="A picture; may be repeated."
+    "--input",
+    "files",
+    multiple=True,
+    metavar="NAME=FILE",
+    help="A picture, sound or video; may be repeated.",
+)
+@click.option(
+    "--idempotency-key", help="Sent again with the same key, the request is the same job."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what the job store knows, as JSON.")
 def generate(
@@ -41,6 +48,7 @@ def generate(
     seed: int | None,
     params: tuple[str, ...],
     files: tuple[str, ...],
+    idempotency_key: str | None,
     as_json: bool,
 ) -> None:
     """Make one output from PROMPT and save it.
@@ -52,7 +60,7 @@ def generate(
     parameters = _parameters(params)
     if seed is not None:
         parameters["seed"] = seed
-    result = asyncio.run(_generate(pipeline, prompt, _files(files), parameters))
+    result = asyncio.run(_generate(pipeline, prompt, _files(files), parameters, idempotency_key))
     saved = _save(result, output)
     if as_json:
         stages = {n: s.model_dump(mode="json") for n, s in result.stages.items()}
@@ -91,7 +99,11 @@ def _files(given: tuple[str, ...]) -> dict[str, Any]:
 
 
 async def _generate(
-    pipeline: str, text: str, files: dict[str, Any], parameters: dict[str, Any]
+    pipeline: str,
+    text: str,
+    files: dict[str, Any],
+    parameters: dict[str, Any],
+    idempotency_key: str | None,
 ) -> OmniRequestOutput:
     settings = get_settings()
     url = settings.url if not settings.embedded or await _is_up(pipeline) else None
@@ -104,7 +116,7 @@ async def _generate(
     llm.validate(prompt, parameters)  # before anything is started
     async with llm:
         final: OmniRequestOutput | None = None
-        async for final in llm.stream(prompt, parameters):
+        async for final in llm.stream(prompt, parameters, idempotency_key=idempotency_key):
             _show_progress(final)
         assert final is not None
         return final

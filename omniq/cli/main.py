@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": ("omniq.cli.serve", "Serve a model: broker, API and workers, with vLLM's flags."),
     "generate": ("omniq.cli.generate", "Make one output from a prompt and save it."),
     "jobs": ("omniq.cli.jobs", "List, show, watch and cancel jobs."),
+    "keys": ("omniq.cli.keys", "Make, list and revoke tenants' API keys."),
     "dlq": ("omniq.cli.dlq", "Dead letters: jobs that failed for good; list, show, retry, drop."),
     "reconcile": ("omniq.cli.reconcile", "Send lost messages of unfinished jobs again, once."),
     "inspect": ("omniq.cli.inspect", "Workers, queues and blob stores of the running system."),

@@ -56,7 +56,7 @@ def parse_pipeline(text: str, origin: str) -> PipelineConfig:
     """
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.load(text, Loader=_StrictLoader)
+        data = yaml.load(text, Loader=_StrictLoader)  # nosec B506 # a SafeLoader
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark
         line = mark.line + 1 if mark else 1

@@ -37,6 +37,9 @@ Deterministic = Annotated[
     bool | None,
     Field(description="True: bit for bit what the request alone gives; shares no forward pass."),
 ]
+Speaker = Annotated[
+    str | None, Field(min_length=1, max_length=256, description="One of the model's voices.")
+]
 Text = Annotated[str, Field(min_length=1)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0, allow_inf_nan=False)]
 
@@ -267,7 +270,40 @@ class DecodeParams(StageParams):
     )
 
 
+class TalkParams(StageParams):
+    """Parameters of a stage that says an answer in codes of speech (names of :class:`ARParams`)."""
+
+    speaker: Speaker = None
+    max_tokens: int | None = Field(None, ge=1, le=1_000_000, description="Codes at most.")
+    min_tokens: int | None = Field(None, ge=0, le=1_000_000, description="No end before.")
+    temperature: float | None = Field(None, ge=0.0, le=2.0, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
+    min_p: float | None = Field(None, ge=0.0, le=1.0)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10.0, allow_inf_nan=False)
+    seed: Seed | None = None
+    deterministic: Deterministic = None
+
+
+class VocodeParams(StageParams):
+    """Parameters of a stage that makes sound of codes."""
+
+    speaker: Speaker = None
+    seed: Seed | None = Field(None, description="Same seed, same initial noise.")
+    num_steps: int | None = Field(
+        None, ge=2, le=1_000, description="Points in time of a flow-matching solver."
+    )
+    guidance_scale: float | None = Field(None, ge=0.0, le=100.0, allow_inf_nan=False)
+    sway_coefficient: float | None = Field(
+        None, ge=-1.0, le=2.0, allow_inf_nan=False,
+        description="Below 0 the solver's points lie closer to the noise.",
+    )  # fmt: skip
+
+
+#: Of a name that several have, the last one is what ``more_parameters`` mean.
 PARAMS: dict[str, type[StageParams]] = {
+    "talk": TalkParams,
+    "vocode": VocodeParams,
     "AR": ARParams,
     "encode": EncodeParams,
     "DiT": DiTParams,

@@ -6,6 +6,7 @@ the request's own inputs, and ``outputs`` names what the client gets back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from importlib.metadata import entry_points
 from typing import Annotated, Literal
@@ -97,6 +98,10 @@ class EdgeConfig(ConfigModel):
         return self.target.partition(".")[0]
 
 
+#: Names files, in answers and on disks: no separators, no dots in front.
+OutputName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_+-]{0,63}$")]
+
+
 def _output_type(value: Modality | str) -> Modality | str:
     if isinstance(value, Modality):
         return value
@@ -141,7 +146,10 @@ class PipelineConfig(ConfigModel):
     inputs: dict[str, InputConfig] = Field(min_length=1)
     stages: list[OmniStageConfig] = Field(min_length=1)
     edges: list[EdgeConfig] = Field(min_length=1)
-    outputs: dict[str, OutputConfig] = Field(min_length=1)
+    outputs: dict[OutputName, OutputConfig] = Field(min_length=1)
+    max_jobs: int | None = Field(
+        None, ge=1, description="Most unfinished jobs; default OMNIQ_MAX_JOBS."
+    )
 
     @model_validator(mode="after")
     def _graph(self) -> PipelineConfig:
@@ -255,14 +263,54 @@ class PipelineConfig(ConfigModel):
         found: dict[str, list[OmniStageConfig]] = {}
         for stage in self.stages:
             for name in stage.parameter_model.model_fields:
-                found.setdefault(name, []).append(stage)
+                if stage.shared_parameters is None or name in stage.shared_parameters:
+                    found.setdefault(name, []).append(stage)
         return found
+
+    def stages_for(self, outputs: Sequence[str]) -> list[str]:
+        """Ids of the stages that those of the pipeline's outputs need, in topological order.
+
+        Raises:
+            KeyError: no such output.
+        """
+        needed: set[str] = set()
+        more = {self.outputs[name].producer for name in outputs}
+        while more:
+            needed |= more
+            more = {u for s in more for u in self.upstream(s)} - needed
+        return [s for s in self.topological_order() if s in needed]
+
+    def only(self, stages: Sequence[str]) -> PipelineConfig:
+        """The pipeline without its other stages, and without what they make."""
+        if len(stages) == len(self.stages):
+            return self
+        key = tuple(stages)
+        if key not in self._parts:
+            mapping = self.model_dump(by_alias=True)
+            ends = (REQUEST, *stages)
+            mapping["stages"] = [s for s in mapping["stages"] if s["stage_id"] in stages]
+            mapping["edges"] = [
+                e.model_dump(by_alias=True)
+                for e in self.edges
+                if e.producer in ends and e.consumer in ends
+            ]
+            mapping["outputs"] = {
+                n: o.model_dump(by_alias=True)
+                for n, o in self.outputs.items()
+                if o.producer in stages
+            }
+            self._parts[key] = PipelineConfig.model_validate(mapping)
+        return self._parts[key]
+
+    @cached_property
+    def _parts(self) -> dict[tuple[str, ...], PipelineConfig]:
+        return {}
 
     def outputs_of(self, stage_id: str) -> dict[str, OutputConfig]:
         """Pipeline outputs made from that stage."""
         return {n: o for n, o in self.outputs.items() if o.producer == stage_id}
 
-    @property
+    @cached_property
     def is_linear(self) -> bool:
         """Whether the stages form one chain."""
         return (

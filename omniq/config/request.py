@@ -191,11 +191,16 @@ def _check_stage(
     faults: dict[str, Fault] = {}
     complete = {**stage.defaults, **given}
     try:
-        model.model_validate(complete)
+        # As `model_validate`, without the options that it looks at.
+        model.__pydantic_validator__.validate_python(complete)
     except ValidationError as exc:
         errors = exc.errors(include_url=False, include_context=False)
         # Of the forms that a parameter may have, the one whose type was right tells more.
         for error in sorted(errors, key=lambda e: e["type"].endswith("_type")):
+            if not error["loc"]:  # pydantic cannot even name it
+                where = f"parameters.{stage.stage_id}"
+                faults[""] = _fault(where, "a parameter's name must be valid Unicode")
+                continue
             name = str(error["loc"][0])
             place = ".".join(str(part) for part in error["loc"][1:] if not _is_form(part))
             message = f"{place}: {error['msg'].removeprefix('Value error, ')}".lstrip(": ")

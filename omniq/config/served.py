@@ -84,18 +84,29 @@ def _as_model(name: str, pipeline: PipelineConfig) -> ServedModel | None:
     reads_text = any(i.type == "text" for i in pipeline.inputs.values())
     if image is not None and reads_text:
         return ServedModel(name, pipeline, pipeline.outputs[image].producer, None, None, image)
-    audio = first(Modality.AUDIO)
+    audio, text = first(Modality.AUDIO), first(Modality.TEXT)
+    if audio is not None and text is not None and _answers(pipeline, text):
+        maker = pipeline.outputs[text].producer
+        return ServedModel(name, pipeline, maker, text, None, None, audio)
     if audio is not None and reads_text:
         maker = pipeline.outputs[audio].producer
         return ServedModel(name, pipeline, maker, None, None, None, audio)
     makers = {o.producer for o in pipeline.outputs.values()}
     if len(makers) != 1 or len(pipeline.stages) != 1:
         return None
-    stage = pipeline.stage(next(iter(makers)))
-    if stage.engine_type is not EngineType.AR or pipeline.upstream(stage.stage_id) != []:
+    stage = next(iter(makers))
+    if not _reads_request(pipeline, stage):
         return None
-    if any(e.producer != REQUEST for e in pipeline.edges_into(stage.stage_id)):
-        return None
-    return ServedModel(
-        name, pipeline, stage.stage_id, first(Modality.TEXT), first(Modality.POOLING), None
+    return ServedModel(name, pipeline, stage, first(Modality.TEXT), first(Modality.POOLING), None)
+
+
+def _answers(pipeline: PipelineConfig, output: str) -> bool:
+    """Whether that output is what an AR stage says to the request alone."""
+    return _reads_request(pipeline, pipeline.outputs[output].producer)
+
+
+def _reads_request(pipeline: PipelineConfig, stage_id: str) -> bool:
+    stage = pipeline.stage(stage_id)
+    return stage.engine_type is EngineType.AR and all(
+        e.producer == REQUEST for e in pipeline.edges_into(stage_id)
     )

@@ -27,6 +27,8 @@ class EngineType(StrEnum):
     DIT = "DiT"
     DECODE = "decode"
     ENCODE = "encode"
+    TALK = "talk"
+    VOCODE = "vocode"
 
 
 class Modality(StrEnum):
@@ -185,6 +187,12 @@ class OmniStageConfig(ConfigModel):
         "Empty: one GPU if there is one, else the CPU.",
     )
     max_in_flight: int = Field(1, ge=1, le=4096, description="Admission window of the engine.")
+    max_waiting: int | None = Field(
+        None,
+        ge=1,
+        description="Messages in its queue at which no more jobs are accepted; default "
+        "OMNIQ_MAX_WAITING.",
+    )
     time_limit: float | None = Field(
         None, gt=0, description="Seconds one run may take; then its request is cancelled and fails."
     )
@@ -197,6 +205,11 @@ class OmniStageConfig(ConfigModel):
     more_parameters: list[str] = Field(
         default_factory=list,
         description="Parameters of other engine types that this stage's engine takes too.",
+    )
+    shared_parameters: list[str] | None = Field(
+        None,
+        description="Of a request's flat parameters only these reach the stage; others are given "
+        "under its id. Default: all that it knows.",
     )
     defaults: dict[str, Any] = Field(default_factory=dict, description="Parameter defaults.")
     limits: dict[str, Limit] = Field(default_factory=dict, description="Parameter bounds.")
@@ -220,11 +233,11 @@ class OmniStageConfig(ConfigModel):
             parameter_model(engine_type, value)
         return value
 
-    @field_validator("defaults", "limits")
+    @field_validator("defaults", "limits", "shared_parameters")
     @classmethod
-    def _known_parameters(cls, value: dict[str, Any], info: Any) -> dict[str, Any]:
+    def _known_parameters(cls, value: Any, info: Any) -> Any:
         engine_type, more = (info.data.get(name) for name in ("engine_type", "more_parameters"))
-        if engine_type is None or more is None:  # already reported
+        if engine_type is None or more is None or value is None:  # already reported, or not given
             return value
         allowed = parameter_model(engine_type, more).model_fields
         if unknown := sorted(set(value) - set(allowed)):

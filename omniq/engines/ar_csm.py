@@ -193,7 +193,7 @@ class CsmAREngine(Engine):
         with engine_faults(f"stage {self.stage.stage_id!r}"):
             made = self._processor.apply_chat_template(
                 messages, tokenize=True, return_dict=True, return_tensors="pt"
-            ).to(self.device)
+            ).to(self.device, self._model.dtype)
         room = self._context - int(made["input_ids"].shape[1])
         if room < 1:
             refuse_input(

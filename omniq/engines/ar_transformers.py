@@ -7,7 +7,8 @@ import copy
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
@@ -59,11 +60,24 @@ class _Sequence:
     stop_reason: int | str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the first forward pass of a request gets.
+
+    ``more`` are arguments beside the ids (pixels, positions). A token at place *i* behind the
+    prompt has position *i* + ``shift`` (media take fewer positions than tokens).
+    """
+
+    ids: list[int]
+    more: Mapping[str, Any] = field(default_factory=dict)
+    shift: int = 0
+
+
 @dataclass(eq=False, slots=True)
-class _Generation:
+class Generation:
     """One request in progress."""
 
-    prompt_ids: list[int]
+    prompt: Prompt
     sampling: Sampling
     sequences: list[_Sequence]
     emit: Emit
@@ -72,6 +86,8 @@ class _Generation:
     first_token: float = 0.0
     deterministic: bool = False
     unwanted: bool = False
+    #: Set after each step that was for it.
+    news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def finished(self) -> bool:
@@ -104,6 +120,8 @@ class TransformersAREngine(Engine):
     """
 
     name = "transformers"
+    #: What ``engine_args`` may name.
+    arguments: ClassVar[frozenset[str]] = ENGINE_ARGS
 
     async def load(self) -> None:
         """Load weights and tokenizer.
@@ -111,17 +129,15 @@ class TransformersAREngine(Engine):
         Raises:
             ConfigError: folder, tokenizer or engine arguments are wrong.
         """
-        self._waiting: list[_Generation] = []
-        self._running: list[tuple[_Generation, _Sequence]] = []
+        self._waiting: list[Generation] = []
+        self._running: list[tuple[Generation, _Sequence]] = []
         self._batch: BatchCache | None = None
         self._apart: dict[_Sequence, Any] = {}
         self._steps: asyncio.Task[None] | None = None
         await self.in_thread(self._load)
 
     def _load(self) -> None:
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow import
-
-        args = check_engine_args(self.stage, ENGINE_ARGS)
+        args = check_engine_args(self.stage, self.arguments)
         folder = part_folder(self.stage)
         options: dict[str, Any] = {"dtype": torch_dtype(self.stage)}
         if "attn_implementation" in args:
@@ -134,7 +150,7 @@ class TransformersAREngine(Engine):
                 content_format=args.get("chat_template_content_format", "auto"),
                 variables=args.get("default_chat_template_kwargs"),
             )
-            model = AutoModelForCausalLM.from_pretrained(folder, **options)
+            model = self._load_model(folder, options)
         with engine_faults(f"loading {folder}"):
             self._model: Any = model.to(self.device).eval()
         text_config = model.config.get_text_config()
@@ -144,6 +160,11 @@ class TransformersAREngine(Engine):
         self._end_ids = _end_ids(model, self._encoder.tokenizer)
         self._recommended = self._recommendations(model, args.get("generation_config", "auto"))
         self._want_hidden = Modality.HIDDEN_STATES in self.stage.output_modalities
+
+    def _load_model(self, folder: Path, options: Mapping[str, Any]) -> Any:
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - slow import
+
+        return AutoModelForCausalLM.from_pretrained(folder, **options)
 
     def _recommendations(self, model: Any, source: str) -> dict[str, Any]:
         if source not in ("auto", "vllm"):
@@ -169,13 +190,13 @@ class TransformersAREngine(Engine):
         self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit
     ) -> StageOutput:
         """Generate until an end token, a stop string, ``max_tokens`` or the context's end."""
-        ids = await self.in_thread(self._encoder.read, inputs, request.params, self._context)
-        generation = self._generation(ids, request.params, emit)
+        prompt = await self.in_thread(self._read, inputs, request.params)
+        generation = self._generation(prompt, request.params, emit)
         self._waiting.append(generation)
         if self._steps is None or self._steps.done():
             self._steps = asyncio.create_task(self._step_on())
         try:
-            await generation.done
+            await self._follow(generation)
         finally:
             generation.unwanted = True
         return self._output(generation)
@@ -189,22 +210,30 @@ class TransformersAREngine(Engine):
 
     # -- one request -------------------------------------------------------------------------
 
-    def _generation(self, ids: list[int], params: Mapping[str, Any], emit: Emit) -> _Generation:
+    def _read(self, inputs: Mapping[str, StageInput], params: Mapping[str, Any]) -> Prompt:
+        """The request's prompt; on the model thread."""
+        return Prompt(self._encoder.read(inputs, params, self._context))
+
+    async def _follow(self, generation: Generation) -> None:
+        """Be there while the request is served; raises what ends it."""
+        await generation.done
+
+    def _generation(self, prompt: Prompt, params: Mapping[str, Any], emit: Emit) -> Generation:
         given = {k: v for k, v in params.items() if v is not None}
         deterministic = bool(given.pop("deterministic", False))
         sampling = Sampling.from_params({**self._recommended, **given})
-        room = self._context - len(ids)
+        room = self._context - len(prompt.ids)
         ends = () if sampling.ignore_eos else self._end_ids
         sequences = [
             _Sequence(
                 budget=min(sampling.max_tokens or room, room),
-                sampler=Sampler(sampling, ids, end_ids=ends, index=i),
+                sampler=Sampler(sampling, prompt.ids, end_ids=ends, index=i),
                 stream=TextStream(self._encoder.tokenizer, sampling.stop),
             )
             for i in range(sampling.n)
         ]
         done = asyncio.get_running_loop().create_future()
-        return _Generation(ids, sampling, sequences, emit, done, deterministic=deterministic)
+        return Generation(prompt, sampling, sequences, emit, done, deterministic=deterministic)
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -219,17 +248,19 @@ class TransformersAREngine(Engine):
                 continue
             for generation, fault in ended:
                 _end(generation, fault)
+            for generation in {g for g, _ in self._running}:
+                generation.news.set()
 
-    def _let_go(self) -> set[_Generation]:
+    def _let_go(self) -> set[Generation]:
         """Forget everything that was in the step."""
         gone = {generation for generation, _ in self._running}
         self._running, self._batch, self._apart = [], None, {}
         return gone
 
     @torch.no_grad()
-    def _step(self) -> list[tuple[_Generation, Exception | None]]:
+    def _step(self) -> list[tuple[Generation, Exception | None]]:
         """One new prompt, then a token for all; returns who has ended, and how."""
-        ended: list[tuple[_Generation, Exception | None]] = []
+        ended: list[tuple[Generation, Exception | None]] = []
         self._drop_ended()
         while self._waiting:
             generation = self._waiting.pop(0)
@@ -265,17 +296,20 @@ class TransformersAREngine(Engine):
                 self._batch = None
         self._apart = {s: cache for s, cache in self._apart.items() if s in after}
 
-    def _batched(self) -> list[tuple[_Generation, _Sequence]]:
+    def _batched(self) -> list[tuple[Generation, _Sequence]]:
         """Those in flight that are rows of the batch, in their order there."""
         return [(g, s) for g, s in self._running if s not in self._apart]
 
-    def _prefill(self, generation: _Generation) -> None:
+    def _prefill(self, generation: Generation) -> None:
         """The prompt and the first token of each answer."""
         from transformers import DynamicCache  # noqa: PLC0415 - slow import, done by load
 
         with engine_faults(f"stage {self.stage.stage_id!r}"):
             cache = DynamicCache(config=self._model.config)
-            out = self._forward(torch.tensor([generation.prompt_ids], device=self.device), cache)
+            prompt = generation.prompt
+            ids = torch.tensor([prompt.ids], device=self.device)
+            out = self._forward(ids, cache, **prompt.more)
+            self._prompt_done(generation, out)
             for sequence in generation.sequences:
                 self._take(generation, sequence, out, 0)
             generation.first_token = time.perf_counter() - generation.started
@@ -286,7 +320,7 @@ class TransformersAREngine(Engine):
                 for sequence in left:
                     self._apart[sequence] = copy.deepcopy(cache)
             else:
-                batch = BatchCache(cache, len(generation.prompt_ids))
+                batch = BatchCache(cache, len(prompt.ids))
                 batch.repeat(len(left))
                 if self._batch is None:
                     self._batch = batch
@@ -294,23 +328,27 @@ class TransformersAREngine(Engine):
                     self._batch.join(batch)
             self._running += [(generation, s) for s in left]
 
-    def _decode(self) -> list[tuple[_Generation, Exception]]:
+    def _prompt_done(self, generation: Generation, out: Any) -> None:
+        """``out`` is of the forward pass of the request's prompt."""
+
+    def _decode(self) -> list[tuple[Generation, Exception]]:
         """One more token for every row; returns whose row failed by itself."""
         batched = self._batched()
         outs: dict[_Sequence, tuple[Any, int]] = {
-            sequence: (self._forward(self._last([sequence]), cache), 0)
-            for sequence, cache in self._apart.items()
+            sequence: (self._forward_apart(generation, sequence), 0)
+            for generation, sequence in self._running
+            if sequence in self._apart
         }
         if self._batch is not None:
             out = self._forward(
                 self._last([s for _, s in batched]),
                 self._batch.cache,
                 attention_mask=self._batch.attention_mask(self.device),
-                position_ids=self._batch.positions(self.device),
+                position_ids=self._positions(self._batch.lengths, [g for g, _ in batched]),
             )
             self._batch.stepped()
             outs |= {sequence: (out, row) for row, (_, sequence) in enumerate(batched)}
-        failed: list[tuple[_Generation, Exception]] = []
+        failed: list[tuple[Generation, Exception]] = []
         for generation, sequence in self._running:
             out, row = outs[sequence]
             try:
@@ -319,6 +357,18 @@ class TransformersAREngine(Engine):
                 generation.unwanted = True
                 failed.append((generation, exc))
         return failed
+
+    def _forward_apart(self, generation: Generation, sequence: _Sequence) -> Any:
+        cache, more = self._apart[sequence], {}
+        if generation.prompt.more:  # else the model counts by itself, as far as it has positions
+            length = len(generation.prompt.ids) + len(sequence.tokens) - 1
+            more["position_ids"] = self._positions([length], [generation])
+        return self._forward(self._last([sequence]), cache, **more)
+
+    def _positions(self, lengths: list[int], generations: list[Generation]) -> torch.Tensor:
+        """Positions of the next token of sequences that are so long: int64 [rows, 1]."""
+        places = [n + g.prompt.shift for n, g in zip(lengths, generations, strict=True)]
+        return torch.tensor(places, device=self.device)[:, None]
 
     def _last(self, sequences: list[_Sequence]) -> torch.Tensor:
         """int64 [rows, 1]: the newest token of each."""
@@ -334,7 +384,7 @@ class TransformersAREngine(Engine):
             **more,
         )
 
-    def _take(self, generation: _Generation, sequence: _Sequence, out: Any, row: int) -> None:
+    def _take(self, generation: Generation, sequence: _Sequence, out: Any, row: int) -> None:
         """The token that row ``row`` of a forward pass gives ``sequence``."""
         if self._want_hidden:
             sequence.rows.append(out.hidden_states[-1][row, -1:].to("cpu", copy=True))
@@ -374,10 +424,10 @@ class TransformersAREngine(Engine):
 
     # -- the end -----------------------------------------------------------------------------
 
-    def _output(self, generation: _Generation) -> StageOutput:
+    def _output(self, generation: Generation) -> StageOutput:
         first = generation.sequences[0]
         answers = [_answer(s) for s in generation.sequences]
-        prompt, made = len(generation.prompt_ids), sum(len(s.tokens) for s in generation.sequences)
+        prompt, made = len(generation.prompt.ids), sum(len(s.tokens) for s in generation.sequences)
         output = StageOutput(
             values={
                 **answers[0],
@@ -409,8 +459,9 @@ def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
 
 
-def _end(generation: _Generation, fault: Exception | None) -> None:
+def _end(generation: Generation, fault: Exception | None) -> None:
     """Wake whoever waits for the request; on the loop."""
+    generation.news.set()
     if generation.done.done():
         return
     if fault is None:
@@ -419,7 +470,7 @@ def _end(generation: _Generation, fault: Exception | None) -> None:
         generation.done.set_exception(fault)
 
 
-def _tell(generation: _Generation, sequence: _Sequence, piece: str) -> None:
+def _tell(generation: Generation, sequence: _Sequence, piece: str) -> None:
     several = len(generation.sequences) > 1
     if piece:
         which = {"index": generation.sequences.index(sequence)} if several else {}

@@ -48,6 +48,7 @@ class VLLMPromptEncoder(Engine):
     """
 
     name = "vllm"
+    _language_model: VLLMAREngine | None = None
 
     async def load(self) -> None:
         """Start vLLM with the model's text encoder.
@@ -56,8 +57,8 @@ class VLLMPromptEncoder(Engine):
             ConfigError: the model is no pipeline with an encoder that vLLM can run, or an engine
                 argument is wrong.
         """
-        self._index = await self.in_thread(self._read)
-        self._language_model = VLLMAREngine(self._inner(self._index), self.device)
+        index = await self.in_thread(self._read)
+        self._language_model = VLLMAREngine(self._inner(index), self.device)
         await self._language_model.load()
 
     def _read(self) -> ModelIndex:
@@ -128,7 +129,7 @@ class VLLMPromptEncoder(Engine):
 
     async def unload(self) -> None:
         """Stop vLLM."""
-        if hasattr(self, "_language_model"):
+        if self._language_model is not None:
             await self._language_model.unload()
         await super().unload()
 
@@ -140,6 +141,7 @@ class VLLMPromptEncoder(Engine):
         asked = StageRequest(
             request.request_id, {}, request.priority, request.deadline, stream=False
         )
+        assert self._language_model is not None, "the engine is loaded"
         output = await self._language_model.run(asked, {"token_ids": StageInput(ids)}, NullEmit())
         states = output.tensors["prompt_embeds"]["prompt_embeds"][kept]
         if not torch.isfinite(states).all():

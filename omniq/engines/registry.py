@@ -56,6 +56,8 @@ class EngineInfo:
 
 
 _TORCH = ("torch", "transformers")
+#: Engines of types that have one.
+_ONLY = {EngineType.TALK: "omni-talker", EngineType.VOCODE: "omni-token2wav"}
 BUILTIN = (
     EngineSpec(
         EngineType.AR,
@@ -63,6 +65,15 @@ BUILTIN = (
         "omniq.engines.ar_transformers:TransformersAREngine",
         _TORCH,
         "diffusion",
+    ),
+    *(
+        EngineSpec(of_type, name, f"omniq.engines.omni.{target}", _TORCH, "diffusion")
+        for of_type, name, target in (
+            (EngineType.AR, "omni-thinker", "thinker:ThinkerEngine"),
+            (EngineType.TALK, "omni-talker", "talker:TalkerEngine"),
+            (EngineType.VOCODE, "omni-token2wav", "token2wav:Token2WavEngine"),
+            (EngineType.VOCODE, "omni-code2wav", "code2wav:Code2WavEngine"),
+        )
     ),
     EngineSpec(EngineType.AR, "vllm", "omniq.engines.ar_vllm:VLLMAREngine", ("vllm",), "vllm"),
     EngineSpec(
@@ -161,7 +172,7 @@ def reason(engine_type: EngineType, device: str) -> str:
 def _default_name(engine_type: EngineType, device: str) -> str:
     if engine_type is EngineType.AR:
         return "vllm" if vllm_installed() and device.startswith("cuda") else "transformers"
-    return "diffusers"
+    return _ONLY.get(engine_type, "diffusers")
 
 
 def _all_specs() -> list[EngineSpec]:

@@ -194,7 +194,7 @@ class Sampler:
         presence and frequency penalties over generated ones, in place.
         """
         penalty = self.sampling.repetition_penalty
-        if penalty != 1.0:
+        if penalty != 1.0 and self._seen:
             seen = torch.tensor(sorted(self._seen))
             before = scores[seen]
             scores[seen] = torch.where(before < 0, before * penalty, before / penalty)

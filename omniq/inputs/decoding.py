@@ -32,6 +32,9 @@ CODECS = {
     ),
     "video": ("h264", "hevc", "vp8", "vp9", "libvpx", "libvpx-vp9", "av1", "libdav1d", "mpeg4"),
 }
+MOST_CHANNELS = 8
+#: Hertz; others are no sound, but resamplers would make room for them.
+RATES = range(1_000, 384_001)
 #: Pixels that decoders may add around a frame of their own.
 PADDING = 1 << 22
 
@@ -110,10 +113,24 @@ def _stream_of(container: Any, field: str, kind: str, most_pixels: int) -> Any:
     if context is None or context.name not in CODECS[kind]:
         name = "an unknown codec" if context is None else context.name
         raise unsupported(field, f"{kind} in {name} is not read")
+    if kind == "sound":
+        check_sound(stream.channels, stream.rate or 0, field)
     if kind == "video":
         check_frame(context.width, context.height, field, most_pixels)
         context.options = {"max_pixels": str(most_pixels + PADDING)}
     return stream
+
+
+def check_sound(channels: int, rate: int, field: str) -> None:
+    """Whether a sound, or a frame of one, has no more channels and no other rate than are read.
+
+    Raises:
+        InvalidRequest: it has.
+    """
+    if not 1 <= channels <= MOST_CHANNELS:
+        raise invalid(field, f"must have 1 to {MOST_CHANNELS} channels, has {channels}")
+    if rate not in RATES:
+        raise invalid(field, f"must have {RATES[0]} to {RATES[-1]} samples a second, has {rate}")
 
 
 def check_frame(width: int, height: int, field: str, most: int) -> None:

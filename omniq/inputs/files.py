@@ -11,8 +11,9 @@ from omniq.config.pipeline import InputConfig, PipelineConfig
 from omniq.errors import ArtifactNotFound, InputTooLarge, JobNotFound
 from omniq.inputs.faults import invalid, too_large
 from omniq.inputs.pictures import pixels_of, transparency_of
+from omniq.inputs.remote import fetch_remote, with_remote_files
 from omniq.inputs.sounds import samples_of
-from omniq.inputs.sources import ArtifactId, source_of
+from omniq.inputs.sources import ArtifactId, RemoteFile, source_of
 from omniq.inputs.tensors import tensor_file
 from omniq.inputs.videos import frames_of
 from omniq.settings import get_settings
@@ -39,7 +40,8 @@ class InputFile:
 async def read_inputs(
     pipeline: PipelineConfig, inputs: Mapping[str, Any], fetch: FETCH, *, local: bool = False
 ) -> dict[str, Any]:
-    """``inputs`` with every file as an :class:`InputFile`; those read already stay.
+    """``inputs`` with every file as an :class:`InputFile`; those read already stay. In messages,
+    remote files have become data URLs.
 
     Decoding happens in threads.
 
@@ -56,6 +58,10 @@ async def read_inputs(
     for name in pipeline.files:
         if name in inputs and not isinstance(inputs[name], InputFile):
             found[name] = await _read(name, pipeline.inputs[name], inputs[name], fetch, local)
+    if get_settings().remote_media:
+        for name, spec in pipeline.inputs.items():
+            if spec.type == "messages" and name in inputs:
+                found[name] = await with_remote_files(inputs[name], f"input.{name}")
     return found
 
 
@@ -89,6 +95,8 @@ async def _read(name: str, spec: InputConfig, value: Any, fetch: FETCH, local: b
 
 
 async def _fetched(source: Any, where: str, fetch: FETCH) -> Any:
+    if isinstance(source, RemoteFile):
+        return await fetch_remote(source.url, where)
     if not isinstance(source, ArtifactId):
         return source
     try:

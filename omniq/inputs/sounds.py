@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from omniq.inputs.decoding import Clock, opened
+from omniq.inputs.decoding import Clock, check_sound, opened
 from omniq.inputs.faults import invalid
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import numpy as np
 
     Samples = np.ndarray[Any, np.dtype[np.float32]]
@@ -35,8 +33,7 @@ def samples_of(value: Any, field: str, sample_rate: int, most_seconds: float) ->
 
     clock = Clock(field, most_seconds)
     if isinstance(value, bytes):
-        pieces = list(_decoded(value, field, sample_rate, clock))
-        samples = np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
+        samples, _ = _decoded(value, field, sample_rate, clock)
     elif hasattr(value, "__array__"):
         samples = np.asarray(value)
         if samples.dtype != np.float32 or samples.ndim != 1:
@@ -52,38 +49,52 @@ def samples_of(value: Any, field: str, sample_rate: int, most_seconds: float) ->
     return samples
 
 
-def _decoded(data: bytes, field: str, sample_rate: int, clock: Clock) -> Iterator[Samples]:
+def sound_of(data: bytes, field: str) -> tuple[Samples, int]:
+    """A sound file as float32 [samples] at its own rate, and that rate in hertz.
+
+    Raises:
+        InputTooLarge, UnsupportedInput, InvalidRequest: as :func:`samples_of`.
+    """
+    return _decoded(data, field, None, Clock(field, float("inf")))
+
+
+def _decoded(data: bytes, field: str, sample_rate: int | None, clock: Clock) -> tuple[Samples, int]:
+    """At ``sample_rate``, or if that is None at the file's own."""
     import numpy as np  # noqa: PLC0415 - as above
 
+    pieces: list[Samples] = []
+    rate, count = 0, 0
     with opened(data, field, "sound") as (container, stream):
         import av  # noqa: PLC0415 - an extra
 
-        # FFmpeg's own mixing differs between integers and floats: channels are averaged here.
-        planes = av.AudioResampler(format="fltp")
+        # FFmpeg's own mixing differs between integers and floats: channels are averaged here. Not
+        # as planes: PyAV reads beyond the memory of many of them.
+        floats = av.AudioResampler(format="flt")
         to_rate = av.AudioResampler(format="flt", layout="mono", rate=sample_rate)
-        rate, seconds, at = 0, 0.0, 0
 
-        def mono(frame: Any) -> Iterator[Samples]:
-            nonlocal rate, seconds, at
-            for part in planes.resample(frame):
+        def take(frame: Any) -> None:
+            nonlocal rate, count
+            if frame is not None:
+                check_sound(frame.layout.nb_channels, frame.sample_rate, field)
+                clock.check((count + frame.samples) / frame.sample_rate)
+            for part in floats.resample(frame):
                 if rate not in (0, part.sample_rate):
                     raise invalid(field, "the sound changes its sample rate")
                 rate = part.sample_rate
-                seconds += part.samples / rate
-                clock.check(seconds)
-                mixed = part.to_ndarray().mean(axis=0, dtype=np.float32)
-                if rate == sample_rate:
-                    yield mixed
-                    continue
-                one = av.AudioFrame.from_ndarray(mixed[None], format="flt", layout="mono")
-                one.sample_rate, one.pts = rate, at
-                at += len(mixed)
-                for ready in to_rate.resample(one):
-                    yield ready.to_ndarray().reshape(-1)
+                packed = part.to_ndarray().reshape(-1, part.layout.nb_channels)
+                mixed = packed.mean(axis=1, dtype=np.float32)
+                if sample_rate in (None, rate):
+                    pieces.append(mixed)
+                else:
+                    one = av.AudioFrame.from_ndarray(mixed[None], format="flt", layout="mono")
+                    one.sample_rate, one.pts = rate, count
+                    pieces.extend(f.to_ndarray().reshape(-1) for f in to_rate.resample(one))
+                count += len(mixed)
 
         for frame in container.decode(stream):
-            yield from mono(frame)
-        yield from mono(None)
-        if rate not in (0, sample_rate):
-            for ready in to_rate.resample(None):
-                yield ready.to_ndarray().reshape(-1)
+            take(frame)
+        take(None)
+        if pieces and sample_rate not in (None, rate):
+            pieces.extend(f.to_ndarray().reshape(-1) for f in to_rate.resample(None))
+    samples = np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
+    return samples, sample_rate or rate

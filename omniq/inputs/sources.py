@@ -12,12 +12,25 @@ from typing import Any
 from urllib.parse import unquote, unquote_to_bytes
 
 from omniq.inputs.faults import invalid, too_large
+from omniq.inputs.remote import is_remote
 from omniq.settings import get_settings
 
 #: The path under which the API serves a result file; it may be mounted under another one.
 _ARTIFACT_PATH = re.compile(r"/(?:[^?#]*/)?v1/jobs/([a-z0-9-]{1,64})/artifacts/([^?#]+)")
+#: What a client is told that names another host.
+NOTHING_FETCHED = (
+    "nothing is fetched from a network here (OMNIQ_REMOTE_MEDIA); send the file itself (a data: "
+    "URL or an upload), or name a result of another job"
+)
 #: Of both, in characters: more names nothing, and would be repeated in an error.
 _MOST_NAME = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file on another host."""
+
+    url: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +42,10 @@ class ArtifactId:
 
 
 def source_of(value: Any, field: str, *, local: bool) -> Any:
-    """Bytes or an :class:`ArtifactId` for what a client gave; anything else as it is.
+    """Bytes, an :class:`ArtifactId` or a :class:`RemoteFile` for what a client gave; anything else
+    as it is.
 
-    Nothing is ever fetched from a network. Paths are read only where the client runs in this
+    Nothing is fetched here. Paths are read only where the client runs in this
     process (``local``).
 
     Raises:
@@ -54,17 +68,15 @@ def source_of(value: Any, field: str, *, local: bool) -> Any:
     return found
 
 
-def _of_text(value: str, field: str, *, local: bool) -> bytes | ArtifactId:
+def _of_text(value: str, field: str, *, local: bool) -> bytes | ArtifactId | RemoteFile:
     if value[:5].lower() == "data:":
         return _of_data_url(value, field)
     if (match := _ARTIFACT_PATH.fullmatch(value)) is not None:
         return _artifact_of({"job": match[1], "artifact": unquote(match[2])}, field)
+    if is_remote(value) and get_settings().remote_media:
+        return RemoteFile(value)
     if "://" in value[:16]:
-        raise invalid(
-            field,
-            "nothing is fetched from a network; send the file itself (a data: URL or an upload), "
-            "or name a result of another job",
-        )
+        raise invalid(field, NOTHING_FETCHED)
     if local:
         return _of_path(Path(value), field)
     raise invalid(

@@ -107,7 +107,6 @@ class DeadLetters:
                 int(get_settings().job_ttl * 1000),
                 *posted(posts),
             ],
-            keys.open_jobs(spec.pipeline),
             *(p.queue for p in posts),
         )
         if not revived:

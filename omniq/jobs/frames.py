@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import orjson
 
 
 def unframed(data: bytes) -> list[bytes]:
     """The strings that were put together."""
     head, _, body = data.partition(b"\n")
-    found, at = [], 0
-    for length in orjson.loads(head):
-        found.append(body[at : at + length])
-        at += length
-    return found
+    lengths = orjson.loads(head)
+    return [
+        body[end - length : end] for length, end in zip(lengths, accumulate(lengths), strict=True)
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -65,12 +65,27 @@ class JobSpec(BaseModel):
     parameters: dict[str, dict[str, Any]] = Field(description="Complete, by stage id.")
     stages: list[str] = Field(description="Stage ids in topological order.")
     priority: int = Field(5, ge=0, le=9, description="9 is served first.")
+    tenant: str = Field("", description="Whose job it is; empty: nobody's in particular.")
     deadline: float | None = Field(None, description="Unix time after which nobody wants it.")
     metadata: dict[str, str] = Field(default_factory=dict, description="The client's own labels.")
     stream: bool = Field(
         True, description="Whether pieces of text are wanted while they are made (stage.delta)."
     )
     created: float = Field(description="Unix time.")
+
+    def to_json(self) -> bytes:
+        """As ``model_dump_json``, without the options that it looks at."""
+        return self.__pydantic_serializer__.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> JobSpec:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            pydantic.ValidationError: not the JSON of a specification.
+        """
+        spec: JobSpec = cls.__pydantic_validator__.validate_json(text)
+        return spec
 
 
 class ArtifactInfo(BaseModel):
@@ -119,6 +134,19 @@ class JobRecord(BaseModel):
     )
     artifacts: dict[str, ArtifactInfo] = Field(default_factory=dict)
     error: dict[str, Any] | None = None
+    replayed: bool = Field(
+        False, exclude=True, description="Whether an earlier request with this key has made it."
+    )
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> JobRecord:
+        """A record with these fields, those of its stages as they are or as text.
+
+        Raises:
+            pydantic.ValidationError: they are not those of a record.
+        """
+        record: JobRecord = cls.__pydantic_validator__.validate_python(fields)
+        return record
 
     @property
     def id(self) -> str:
@@ -166,34 +194,35 @@ class Verdict(StrEnum):
     """The job has ended or is being cancelled: nothing to run, nothing to continue."""
 
 
-class StageGrant(BaseModel):
+@dataclass(frozen=True, slots=True)
+class StageGrant:
     """The answer to ``begin_stage``."""
 
     verdict: Verdict
     fence: int = 0
     attempt: int = 0
     spec: JobSpec | None = None
-    upstream: dict[str, dict[str, Any]] = Field(
-        default_factory=dict,
-        description="Outputs of the stages before it: stage id -> output name -> "
-        "{'value': ...} or {'blob': BlobRef}; {'stream': fence}: chunks of that run.",
-    )
-    outputs: dict[str, Any] = Field(default_factory=dict, description="With DONE: its own outputs.")
+    upstream: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Outputs of the stages before it: stage id -> output name -> ``{'value': ...}`` or
+    ``{'blob': BlobRef}``; ``{'stream': fence}``: chunks of that run."""
+    outputs: dict[str, Any] = field(default_factory=dict)
+    """With DONE: its own outputs."""
     state: JobState | None = None
 
 
-class StageResult(BaseModel):
+@dataclass(slots=True)
+class StageResult:
     """What a finished stage run hands to the job store.
 
     ``outputs``: output name -> ``{"value": json}`` or ``{"blob": {...BlobRef}}``; ``values`` and
     ``artifacts`` are the pipeline outputs made from this stage.
     """
 
-    outputs: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    blobs: list[BlobRef] = Field(default_factory=list)
-    values: dict[str, Any] = Field(default_factory=dict)
-    artifacts: dict[str, ArtifactInfo] = Field(default_factory=dict)
-    metrics: dict[str, float | int] = Field(default_factory=dict)
+    outputs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    blobs: list[BlobRef] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    artifacts: dict[str, ArtifactInfo] = field(default_factory=dict)
+    metrics: dict[str, float | int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

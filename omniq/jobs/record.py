@@ -2,58 +2,58 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import orjson
 
-from omniq.jobs.model import (
-    ArtifactInfo,
-    JobRecord,
-    JobSpec,
-    JobState,
-    StageRecord,
-    StageState,
-)
+from omniq.jobs.model import ArtifactInfo, JobRecord, JobSpec, StageRecord
+
+VALUE, ARTIFACT = "v:", "a:"
+#: Fields of a stage that clients see; those in the second set are JSON.
+SHOWN = frozenset(StageRecord.model_fields)
+JSON = frozenset({"metrics", "error"})
+
+
+@lru_cache(maxsize=4096)
+def _place(name: bytes) -> tuple[str, str]:
+    """What a field is of, a stage or ``VALUE``, ``ARTIFACT`` or '', and its name there.
+
+    All jobs of a pipeline have the same fields.
+    """
+    field = name.decode()
+    if (kind := field[:2]) in {VALUE, ARTIFACT}:
+        return kind, field[2:]
+    stage, _, field = field.rpartition("|")
+    return stage, field
 
 
 def read_record(fields: dict[bytes, bytes]) -> JobRecord:
     """The record that a job's hash holds."""
-    raw = {name.decode(): value for name, value in fields.items()}
-    spec = JobSpec.model_validate_json(raw["spec"])
-
-    def number(field: str) -> float | None:
-        return float(raw[field]) if field in raw else None
-
-    def parsed(field: str) -> Any:
-        return orjson.loads(raw[field]) if field in raw else None
-
-    def stage(name: str) -> StageRecord:
-        def of(field: str) -> str:
-            return f"{name}|{field}"
-
-        worker = raw.get(of("worker"))
-        return StageRecord(
-            state=StageState(raw[of("state")].decode()),
-            attempts=int(raw.get(of("attempts"), 0)),
-            worker=worker.decode() if worker else None,
-            queued=number(of("queued")),
-            started=number(of("started")),
-            finished=number(of("finished")),
-            step=int(raw[of("step")]) if of("step") in raw else None,
-            total=int(raw[of("total")]) if of("total") in raw else None,
-            metrics=parsed(of("metrics")) or {},
-            error=parsed(of("error")),
-        )
-
-    return JobRecord(
-        spec=spec,
-        state=JobState(raw["state"].decode()),
-        started=number("started"),
-        finished=number("finished"),
-        stages={s: stage(s) for s in spec.stages},
-        values={f[2:]: orjson.loads(v) for f, v in raw.items() if f.startswith("v:")},
-        artifacts={
-            f[2:]: ArtifactInfo.model_validate_json(v) for f, v in raw.items() if f.startswith("a:")
-        },
-        error=parsed("error"),
+    spec = JobSpec.from_json(fields[b"spec"])
+    stages: dict[str, dict[str, Any]] = {stage: {} for stage in spec.stages}
+    values, artifacts = {}, {}
+    for name, value in fields.items():
+        of, field = _place(name)
+        if of in stages:
+            if field in JSON:
+                stages[of][field] = orjson.loads(value)
+            elif field in SHOWN and value:
+                stages[of][field] = value.decode()
+        elif of == VALUE:
+            values[field] = orjson.loads(value)
+        elif of == ARTIFACT:
+            artifacts[field] = ArtifactInfo.model_validate_json(value)
+    error = fields.get(b"error")
+    return JobRecord.from_fields(
+        {
+            "spec": spec,
+            "state": fields[b"state"].decode(),
+            "started": fields.get(b"started"),
+            "finished": fields.get(b"finished"),
+            "stages": stages,
+            "values": values,
+            "artifacts": artifacts,
+            "error": None if error is None else orjson.loads(error),
+        }
     )

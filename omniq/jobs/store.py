@@ -7,18 +7,25 @@ task was delivered again elsewhere cannot double or overwrite anything.
 
 from __future__ import annotations
 
-import asyncio
+import copy
 import math
 import time
 from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from omniq import keys
-from omniq.config.pipeline import REQUEST
-from omniq.errors import ArtifactNotFound, BlobError, BrokerUnavailable, InvalidRequest
+from omniq.errors import (
+    ArtifactNotFound,
+    IdempotencyConflict,
+    InvalidRequest,
+    JobGone,
+    JobNotFound,
+)
+from omniq.jobs.admission import NOBODY, Admission, Again, Share, Usage, refusal
+from omniq.jobs.input_files import InputFiles
 from omniq.jobs.model import (
     ArtifactInfo,
     Finished,
@@ -39,7 +46,7 @@ from omniq.redis_client import Client, broker_errors, connect
 from omniq.settings import get_settings
 
 if TYPE_CHECKING:
-    from omniq.blobs import BlobRef, RedisStore
+    pass
 
 PAGE = 200
 
@@ -52,25 +59,36 @@ class JobStore:
     """Async access to jobs; one instance per event loop, safe for many tasks at once.
 
     All methods raise :class:`~omniq.errors.BrokerUnavailable` when Redis cannot be used.
+    One of a tenant (:meth:`of`) knows no other tenant's jobs.
     """
+
+    share = Share()
+    #: What is left of the share after the last job that was let in.
+    usage: Usage | None = None
 
     def __init__(self, redis: Client) -> None:
         self.redis = redis
         self._watching = Watching(redis, self._end)
         #: Runs one of the job scripts; for modules that add to this one.
         self.run_script = self._run = JobScripts(redis).run
-        self._files: RedisStore | None = None
+        #: Files for jobs that are yet to be created.
+        self.inputs = InputFiles(self._run)
 
     @classmethod
     def from_settings(cls) -> JobStore:
         """A store on the configured broker; connects on first use."""
         return cls(connect())
 
+    def of(self, share: Share) -> JobStore:
+        """The same store, over the same connections, for one tenant."""
+        store = copy.copy(self)
+        store.share, store.usage = share, None
+        return store
+
     async def close(self) -> None:
         """Close the connections."""
         self._watching.close()
-        if self._files is not None:
-            self._files.close()
+        self.inputs.close()
         await self.redis.aclose()
 
     # -- accepting and reading ---------------------------------------------------------------
@@ -82,6 +100,9 @@ class JobStore:
         posts: Sequence[Post] = (),
         *,
         awaited: bool = False,
+        admission: Admission | None = None,
+        again: Again | None = None,
+        hook: str | None = None,
     ) -> JobRecord:
         """Record a job as queued, emit ``job.queued`` and send the messages that start it.
 
@@ -89,35 +110,60 @@ class JobStore:
             spec: the blobs of its files are the job's from now on, and freed with it.
             upstream: for each stage the stages that feed it.
             awaited: :meth:`wait` will be called for it at once, and then need not ask the server.
+            admission: limits of its pipeline; by default those of the settings.
+            again: if a job was made with this key already, that one is the answer.
+            hook: JSON of whom to tell of the job's end (:mod:`omniq.jobs.webhooks`).
+
+        Raises:
+            Refused: a limit is reached; the job leaves no trace.
+            IdempotencyConflict: the key was used for something else.
         """
-        ttl = get_settings().job_ttl
+        admission = admission or Admission.of_spec(spec)
         channel = await self._watching.expect(spec.id, spec.deadline) if awaited else ""
-        created = False
+        answer: Any = None
         try:
-            created = await self._run(
+            answer = await self._run(
                 "create",
                 spec.id,
                 [
-                    _dumps(spec.model_dump(mode="json")),
+                    spec.to_json(),
                     _dumps(spec.stages),
                     _dumps(upstream),
                     spec.id,
                     repr(spec.created),
-                    int(ttl * 1000),
+                    int(get_settings().job_ttl * 1000),
                     "" if spec.deadline is None else repr(spec.deadline),
                     channel,
                     _dumps([ref.model_dump_json() for ref in spec.files.values()]),
+                    admission.ask(spec, self.share, again=again, hook=hook),
                     *posted(posts),
                 ],
                 keys.jobs_index(),
-                keys.open_jobs(spec.pipeline),
                 *(p.queue for p in posts),
             )
         finally:
-            if not created:
+            if answer is None or answer[0] != b"created":
                 self._watching.forget(spec.id)
-        if not created:
-            raise InvalidRequest(f"job {spec.id} exists already")
+        return await self._admitted(spec, answer)
+
+    async def _admitted(self, spec: JobSpec, answer: Sequence[Any]) -> JobRecord:
+        """The job that ``create.lua`` answers with; raises as :meth:`create`."""
+        match answer[0]:
+            case b"created":
+                self.usage = Usage.read(answer[1:])
+            case b"same":
+                return (await self.get(answer[1].decode())).model_copy(update={"replayed": True})
+            case b"conflict":
+                raise IdempotencyConflict(
+                    "this idempotency key was used for a request that asked for something else",
+                    hint="use a new key for every new request",
+                )
+            case b"refused":
+                refused = refusal(answer)
+                self.usage = self.share.after(refused)
+                raise refused
+            case _:
+                raise InvalidRequest(f"job {spec.id} exists already")
         return JobRecord(
             spec=spec, state=JobState.QUEUED, stages={s: StageRecord() for s in spec.stages}
         )
@@ -126,16 +172,32 @@ class JobStore:
         """The job's record.
 
         Raises:
-            JobNotFound: unknown, or its retention has passed.
+            JobNotFound: unknown, or another tenant's.
+            JobGone: its retention has passed.
         """
         with broker_errors():
             raw = await self.redis.hgetall(keys.job(job_id))
         if not raw:
-            raise not_found(job_id)
-        record = read_record(raw)
+            raise await self._absent(job_id)
+        record = self._own(read_record(raw))
         if not record.state.final and _is_late(record) and await self._expire(job_id):
             return await self.get(job_id)
         return record
+
+    def _own(self, record: JobRecord) -> JobRecord:
+        """The record, unless it is another tenant's."""
+        if self.share.tenant not in (NOBODY, record.spec.tenant):
+            raise not_found(record.id)
+        return record
+
+    async def _absent(self, job_id: str) -> JobNotFound:
+        """Why a job has no record."""
+        tenant = self.share.tenant
+        with broker_errors():
+            for index in (keys.jobs_index(tenant), keys.jobs_gone(tenant)):
+                if await self.redis.zscore(index, job_id) is not None:
+                    return JobGone(f"job {job_id} is no longer kept")
+        return not_found(job_id)
 
     async def _expire(self, job_id: str) -> bool:
         """End a job whose deadline has passed while nothing of it runs."""
@@ -157,11 +219,12 @@ class JobStore:
         place = _place(cursor)
         found: list[JobRecord] = []
         page = PAGE if states or pipeline else min(PAGE, limit + 1)
+        tenant = self.share.tenant
         while True:
             with broker_errors():
                 newest = "+inf" if place is None else repr(place[0])
                 index: list[tuple[bytes, float]] = await self.redis.zrevrangebyscore(
-                    keys.jobs_index(), newest, "-inf", start=0, num=page, withscores=True
+                    keys.jobs_index(tenant), newest, "-inf", start=0, num=page, withscores=True
                 )
                 places = [(score, job_id.decode()) for job_id, score in index]
                 pipe = self.redis.pipeline(transaction=False)
@@ -182,14 +245,25 @@ class JobStore:
                     return found, f"{last.created!r}~{last.id}"
                 found.append(record)
             if gone:
-                with broker_errors():
-                    await self.redis.zrem(keys.jobs_index(), *gone)
+                await self._bury(gone)
             if len(places) < page:
                 return found, None
             if place is None or places[-1] < place:
                 place = places[-1]
             else:  # so many were created at that very moment
                 page *= 2
+
+    async def _bury(self, gone: Iterable[str]) -> None:
+        """Have no list look again for jobs that are no longer kept."""
+        kept, tenant = get_settings().tombstones, self.share.tenant
+        now, graves = time.time(), keys.jobs_gone(self.share.tenant)
+        with broker_errors():
+            async with self.redis.pipeline(transaction=True) as pipe:
+                pipe.zrem(keys.jobs_index(tenant), *gone)
+                pipe.zadd(graves, dict.fromkeys(gone, now))
+                pipe.zremrangebyscore(graves, "-inf", now - kept)
+                pipe.pexpire(graves, math.ceil(kept * 1000))
+                await pipe.execute()
 
     # -- running a stage ---------------------------------------------------------------------
 
@@ -273,7 +347,7 @@ class JobStore:
                 fence,
                 _dumps(result.outputs),
                 _dumps(result.metrics),
-                _dumps([ref.model_dump_json() for ref in result.blobs]),
+                _dumps([ref.to_json().decode() for ref in result.blobs]),
                 _dumps({n: _dumps(v).decode() for n, v in result.values.items()}),
                 _dumps(artifacts),
                 host,
@@ -344,37 +418,14 @@ class JobStore:
         Raises:
             JobNotFound: unknown job.
         """
+        if self.share.tenant:
+            await self.get(job_id)
         state = await self._run("cancel", job_id, [job_id], keys.cancel_channel())
         if not state:
-            raise not_found(job_id)
+            raise await self._absent(job_id)
         return await self.get(job_id)
 
     # -- results -----------------------------------------------------------------------------
-
-    async def put_input(self, job_id: str, name: str, data: bytes) -> BlobRef:
-        """Store an input that is a file, in the layout of blobs, for :meth:`create`.
-
-        It is dropped when an unfinished job is, should it never be created.
-
-        Raises:
-            StoreFull, BlobTooLarge: there is no room for it.
-        """
-        if self._files is None:
-            from omniq.blobs import RedisStore  # noqa: PLC0415 - few jobs have files
-
-            self._files = RedisStore.from_settings(ttl=get_settings().job_ttl)
-        blob_id = f"{job_id}.{REQUEST}.0.{name}"
-        return await asyncio.to_thread(self._files.put_bytes, blob_id, memoryview(data))
-
-    async def drop_inputs(self, refs: Iterable[BlobRef]) -> None:
-        """Free what :meth:`put_input` stored for a job that will not be created.
-
-        What the broker refuses to free now it drops later.
-        """
-        for ref in refs:
-            assert self._files is not None, "it was put"
-            with suppress(BlobError, BrokerUnavailable):
-                await asyncio.to_thread(self._files.delete, ref)
 
     async def put_artifact(self, job_id: str, name: str, fence: int, data: bytes) -> str:
         """Store one result file for the time of retention; returns its key.
@@ -389,8 +440,14 @@ class JobStore:
             )
         key = keys.artifact(job_id, name, fence)
         ttl = settings.job_ttl + settings.retention
+        files = keys.job_files(job_id)
         with broker_errors():
-            await self.redis.set(key, data, px=int(ttl * 1000))
+            # Noted first: what is stored is freed with the job, whether or not its run is the one.
+            async with self.redis.pipeline(transaction=False) as pipe:
+                pipe.sadd(files, key)
+                pipe.pexpire(files, int(ttl * 1000))
+                pipe.set(key, data, px=int(ttl * 1000))
+                await pipe.execute()
         return key
 
     async def get_artifact(self, job_id: str, name: str) -> tuple[bytes, ArtifactInfo]:
@@ -435,6 +492,8 @@ class JobStore:
             JobNotFound: unknown job.
             InvalidRequest: ``after`` is no stream id.
         """
+        if self.share.tenant:
+            await self.get(job_id)
         async with aclosing(self._watching.events(job_id, after, block=block)) as events:
             async for event in events:
                 yield event
@@ -448,13 +507,13 @@ class JobStore:
             JobNotFound: unknown job.
         """
         raw = await self._watching.ended(job_id, timeout)
-        return await self.get(job_id) if raw is None else read_record(raw)
+        return await self.get(job_id) if raw is None else self._own(read_record(raw))
 
     async def _end(self, job_id: str, channel: str) -> dict[bytes, bytes] | float:
         """See :data:`omniq.jobs.watch.Look`."""
         found = await self._run("wait_end", job_id, [channel])
         if found == 0:
-            raise not_found(job_id)
+            raise await self._absent(job_id)
         if isinstance(found, bytes):
             return float(found or "inf")
         return dict(zip(found[::2], found[1::2], strict=True))
@@ -480,7 +539,7 @@ def read_grant(answer: Sequence[Any]) -> StageGrant:
         verdict=found,
         fence=int(fence),
         attempt=int(attempt),
-        spec=JobSpec.model_validate_json(spec) if spec else None,
+        spec=JobSpec.from_json(spec) if spec else None,
         upstream=body if found is Verdict.RUN else {},
         outputs=body if found is Verdict.DONE else {},
         state=JobState(state.decode()) if state else None,

@@ -9,6 +9,8 @@ from pydantic import BaseModel, Field
 
 from omniq import keys
 from omniq.blobs.choice import BlobUse
+from omniq.jobs.admission import pool_pressure
+from omniq.jobs.scripts import JobScripts
 from omniq.redis_client import Client, broker_errors
 from omniq.settings import get_settings
 
@@ -51,15 +53,28 @@ class WorkerRegistry:
 
     def __init__(self, redis: Client) -> None:
         self.redis = redis
+        self._run = JobScripts(redis).run
 
     async def beat(self, info: WorkerInfo) -> None:
-        """Write one worker's status; without renewal it expires after five heartbeats."""
+        """Write one worker's status; without renewal it expires after five heartbeats.
+
+        Besides, no jobs are accepted for its pipeline while its host's shared memory is near full,
+        and jobs that are held back are let go if there is room.
+        """
         ttl = int(get_settings().heartbeat * MISSED_BEATS * 1000)
+        use = info.blobs
+        full = None
+        if use is not None and use.shared_memory:
+            room = use.max_bytes - use.host_bytes + use.slab_bytes - use.used_bytes
+            full = pool_pressure(room, use.max_bytes)
         with broker_errors():
             async with self.redis.pipeline(transaction=True) as pipe:
                 pipe.set(keys.worker(info.id), info.model_dump_json(), px=ttl)
                 pipe.zadd(keys.workers_index(), {info.id: info.seen})
+                if full is not None:
+                    pipe.set(keys.pool_full(info.pipeline), full, px=ttl)
                 await pipe.execute()
+        await self._run("let_go", "-", [info.pipeline])
 
     async def remove(self, worker_id: str) -> None:
         """Forget a worker that has stopped."""

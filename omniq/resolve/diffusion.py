@@ -18,6 +18,10 @@ MOST_PICTURES = 8
 Pictures = Literal["none", "optional", "required"]
 #: Components without which there is no staged pipeline.
 PARTS = ("text_encoder", "transformer", "vae", "scheduler")
+#: Those that pipelines by the general rules may have beside text encoders and tokenizers, and what
+#: decodes by them.
+OTHER_PARTS = ("transformer", "vae", "scheduler", "safety_checker", "feature_extractor")
+OTHER_VAE = "AutoencoderKL"
 #: Pixels along one side of a latent patch where the model's files do not say.
 USUAL_MULTIPLE = 16
 
@@ -354,20 +358,28 @@ def _timesteps(files: ModelFiles) -> bool:
 
 
 class OtherDiffusion(DiffusionFamily):
-    """Any other pipeline of diffusers that has a text encoder, a transformer and a VAE.
+    """Any other pipeline of diffusers that has a text encoder, a transformer and the usual VAE.
 
-    It runs by the general rules, text in and a picture out, one request a forward.
+    It runs by the general rules, text in and a picture out, one request a forward. What its
+    ``__call__`` does not take is refused when a request names it.
     """
 
     name = "other text-to-image pipelines of diffusers"
-    description = "text to picture, by the general rules; not every pipeline fits them"
+    description = "text to picture, by the general rules, which do not fit every pipeline"
     classes: ClassVar[tuple[str, ...]] = ()
     shared_by = None
 
     def matches(self, files: ModelFiles) -> bool:
-        """By its parts; whether the pipeline fits is seen when its stages load."""
+        """By its parts: none that these stages would leave out."""
         index = files.json(MODEL_INDEX) or {}
-        return files.diffusers_class is not None and all(_present(index, part) for part in PARTS)
+        parts = {n for n, v in index.items() if isinstance(v, list) and _present(index, n)}
+        known = all(p in OTHER_PARTS or p.startswith(("text_encoder", "tokenizer")) for p in parts)
+        return (
+            files.diffusers_class is not None
+            and parts >= set(PARTS)
+            and known
+            and index["vae"][1] == OTHER_VAE
+        )
 
 
 def _present(index: Mapping[str, Any], part: str) -> bool:

@@ -32,6 +32,8 @@ BUILTIN = (
     "omniq.resolve.diffusion:Wan",
     "omniq.resolve.diffusion:WanImageToVideo",
     "omniq.resolve.diffusion:OtherDiffusion",
+    "omniq.resolve.qwen_omni:Qwen25Omni",
+    "omniq.resolve.qwen_omni:Qwen3Omni",
     "omniq.resolve.language_model:EmbeddingModel",
     "omniq.resolve.language_model:LanguageModel",
 )

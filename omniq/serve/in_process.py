@@ -30,16 +30,25 @@ def model_pipeline(model: str, options: Mapping[str, Any]) -> PipelineConfig:
     Raises:
         ConfigError: there is no such model, or the options do not fit it.
     """
-    pipeline = resolve_model(ServeFlags(model, **options))
+    before = list(get_settings().pipelines)
+    # What was made known here earlier must not be taken for a pipeline that the user has.
+    _use([entry for entry in before if Path(entry).parent != _folder()])
+    try:
+        pipeline = resolve_model(ServeFlags(model, **options))
+    finally:
+        _use(before)
     if available_pipelines().get(pipeline.name) == pipeline:
         return pipeline
     file = _folder() / f"{pipeline.name}.yaml"
     file.write_text(pipeline_yaml(pipeline), encoding="utf-8")
-    named = [entry for entry in get_settings().pipelines if entry != str(file)]
-    os.environ[PIPELINES] = json.dumps([*named, str(file)])
+    _use([*(entry for entry in before if entry != str(file)), str(file)])
+    return available_pipelines()[pipeline.name]
+
+
+def _use(files: list[str]) -> None:
+    os.environ[PIPELINES] = json.dumps(files)
     get_settings.cache_clear()
     available_pipelines.cache_clear()
-    return available_pipelines()[pipeline.name]
 
 
 @cache

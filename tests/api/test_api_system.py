@@ -75,8 +75,9 @@ async def test_one_ready_worker_of_several_is_enough(
 async def test_ready_counts_waiting_tasks_of_all_priorities(client: httpx.AsyncClient) -> None:
     for priority in (0, 5, 5, 9):
         await client.post("/v1/jobs", json={**BODY, "priority": priority})
-    stages = (await client.get("/ready")).json()["pipelines"]["tiny-omni"]["stages"]
-    assert [s["queue_length"] for s in stages.values()] == [4, 0, 0]
+    pipeline = (await client.get("/ready")).json()["pipelines"]["tiny-omni"]
+    assert [s["queue_length"] for s in pipeline["stages"].values()] == [4, 0, 0]
+    assert pipeline["open_jobs"] == 4
 
 
 async def test_workers_are_listed(client: httpx.AsyncClient, aredis: Redis) -> None:
@@ -191,8 +192,8 @@ OPENAI = {
     "POST /v1/completions",
     "POST /v1/embeddings",
     "POST /v1/images/generations",
-    "POST /v1/images/edits",
     "POST /v1/audio/speech",
+    "POST /v1/images/edits",
 }
 
 

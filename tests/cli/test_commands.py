@@ -179,6 +179,13 @@ def test_doctor_says_which_engine_each_stage_gets() -> None:
     assert done.returncode == 0, done.stdout
     assert "tiny-omni/dit on" in done.stdout
     assert "engine diffusers" in done.stdout
+    assert "accelerator cache-dit" in done.stdout
+
+
+def test_model_families_are_listed() -> None:
+    lines = omniq("models").stdout.splitlines()
+    assert lines[0].split() == ["FAMILY", "STAGES", "WHAT", "IT", "DOES", "FROM"]
+    assert any(n.startswith("FLUX.2 ") and "encode -> dit -> decode" in n for n in lines)
 
 
 def test_doctor_fails_without_the_configured_broker() -> None:

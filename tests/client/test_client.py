@@ -11,7 +11,15 @@ from stand_in import stand_in
 from support import wait_until
 
 from omniq import AsyncOmniLLM, OmniLLM
-from omniq.errors import ConfigError, InvalidRequest, JobFailed, JobNotFound
+from omniq.errors import (
+    ConfigError,
+    IdempotencyConflict,
+    InvalidRequest,
+    JobFailed,
+    JobNotFound,
+    Overloaded,
+)
+from omniq.jobs import admission
 from omniq.jobs.model import JobState
 from omniq.runtime.local import LocalSystem
 from omniq.settings import get_settings
@@ -172,3 +180,32 @@ def test_a_fork_of_the_process_gets_an_error_not_a_hang(llm: OmniLLM) -> None:
             os._exit(7)
         os._exit(1)
     wait_until(lambda: os.waitpid(child, os.WNOHANG) == (child, 7 << 8), 10, "the child ends")
+
+
+def test_a_batch_waits_where_there_is_no_room_for_all_of_it(
+    llm: OmniLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "_KNOWN", {})
+    monkeypatch.setattr(get_settings(), "max_jobs", 3)
+    outputs = llm.generate([f"number {i}" for i in range(10)])
+    assert [o.text for o in outputs] == [f"NUMBER {i}" for i in range(10)]
+
+
+async def test_a_single_request_is_told_that_there_is_no_room(
+    allm: AsyncOmniLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "_KNOWN", {})
+    monkeypatch.setattr(get_settings(), "max_jobs", 1)
+    job = await allm.submit("one two three four five six seven eight nine ten")
+    with pytest.raises(Overloaded) as refused:
+        await allm.generate("x")
+    assert refused.value.limit == "pipeline_jobs"
+    await allm.cancel(job)
+
+
+def test_a_batch_sent_again_by_its_key_is_the_same_jobs(llm: OmniLLM) -> None:
+    first = llm.generate(["a", "b"], idempotency_key="k", seed=1)
+    again = llm.generate(["a", "b"], idempotency_key="k", seed=1)
+    assert [o.job_id for o in again] == [o.job_id for o in first]
+    with pytest.raises(IdempotencyConflict):
+        llm.generate(["a", "c"], idempotency_key="k", seed=1)

@@ -180,9 +180,22 @@ def mjpeg() -> bytes:
     return file.getvalue()
 
 
+def pcm_channels(count: int, rate: int = RATE) -> bytes:
+    """A WAV file of 16 bits with so many channels, 100 samples each."""
+    data = bytes(200 * count)
+    head = struct.pack("<4sI4s4sIHHIIHH", b"RIFF", 36 + len(data), b"WAVE", b"fmt ", 16, 1, count,
+                       rate, rate * 2 * count % 2**32, 2 * count, 16)  # fmt: skip
+    return head + struct.pack("<4sI", b"data", len(data)) + data
+
+
 PLAYLIST = b"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n"
 CONCAT = b"ffconcat version 1.0\nfile '/etc/passwd'\n"
 FAULTS: list[tuple[str, Any, type[OmniqError], str]] = [
+    ("audio", pcm_channels(9), InvalidRequest, "must have 1 to 8 channels, has 9"),
+    ("audio", pcm_channels(255), InvalidRequest, "must have 1 to 8 channels, has 255"),
+    ("audio", pcm_channels(1, 5), InvalidRequest, "1000 to 384000 samples a second, has 5"),
+    ("audio", pcm_channels(1, 2**31 - 1), InvalidRequest, "samples a second, has 2147483647"),
+    ("audio", pcm_float([]), InvalidRequest, "holds no samples"),
     ("audio", b"", UnsupportedInput, "must be WAV, FLAC"),
     ("audio", b"no sound at all" * 50, UnsupportedInput, "must be WAV, FLAC"),
     ("audio", picture(), UnsupportedInput, "must be WAV, FLAC"),
@@ -266,6 +279,11 @@ async def test_a_small_file_that_claims_large_frames_takes_no_memory() -> None:
     with pytest.raises((InputTooLarge, InvalidRequest)):
         await read(lie, "video")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000, "KiB"
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+async def test_up_to_eight_channels_are_read(count: int) -> None:
+    assert len(await array(pcm_channels(count))) == 100
 
 
 async def test_cut_files_are_an_error_or_shorter(tmp_path: Path) -> None:

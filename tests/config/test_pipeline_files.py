@@ -185,3 +185,11 @@ def test_the_graph_answers_who_feeds_whom() -> None:
     assert pipeline.upstream("preview") == ["dit"]
     assert pipeline.upstream("ar") == []
     assert get_pipeline("tiny-omni").is_linear
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".x", "x y", "a" * 65, ""])
+def test_an_output_is_named_as_a_file_may_be(name: str) -> None:
+    text = GOOD.replace("\n  image: {from:", f"\n  {name!r}: {{from:")
+    assert text != GOOD
+    with pytest.raises(ConfigError, match=r"outputs\..*pattern"):
+        parse_pipeline(text, "x.yaml")

@@ -224,3 +224,10 @@ def test_any_json_is_accepted_or_refused_clearly(inputs: Any, parameters: Any) -
         assert exc.fields and all(f["field"] and f["message"] for f in exc.fields)
     else:
         assert set(complete) == {"ar", "dit", "decode"}
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\udfff"])
+def test_names_that_are_no_unicode_are_refused(name: str) -> None:
+    for parameters in ({name: 1}, {"ar": {name: 1}}, {"ar": {"seed": 1, name: 1}}):
+        with pytest.raises(InvalidRequest, match=r"parameters\."):
+            validate_request(get_pipeline("tiny-omni"), {"prompt": "x"}, parameters)

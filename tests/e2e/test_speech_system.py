@@ -234,6 +234,13 @@ def test_what_cannot_be_done_is_named(
     assert str(error["param"]).startswith(param) and text in error["message"]
 
 
+def test_generate_answers_with_the_sound(system: System) -> None:
+    body = {"pipeline": "talk", "input": {"script": "a b", "voice": "low"}}
+    answer = httpx.post(f"{system.url}/v1/generate", json=body)
+    assert answer.headers["content-type"] == "audio/wav"
+    assert np.array_equal(av_samples(answer.content)[0], expected(2))
+
+
 def test_speed_one_is_no_wish(system: System) -> None:
     assert system.speak("a", speed=1.0)
 

@@ -30,7 +30,7 @@ from diffusion_helpers import (
 from engine_helpers import Recorder, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_families import make
+from tiny_families import WIDTH, make
 
 from omniq.errors import ConfigError, DeadlineExceeded, EngineError, EngineOutOfMemory
 
@@ -46,7 +46,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
         if name not in found:
             folder = make(name, tmp_path_factory.mktemp("families") / name)
             more: dict[str, Any] = {}
-            if name == "qwen_image_edit":
+            if name in ("qwen_image_edit", "wan_i2v", "flux2_klein"):
                 more = {"input_modalities": ["image"]}
             found[name] = loaded_now(dit_stage(folder, **more))
         return found[name]
@@ -108,6 +108,27 @@ async def test_edits_with_one_size_share_forwards(
     for a, b in zip(alone, together, strict=True):
         torch.testing.assert_close(a, b, atol=TOLERANCE, rtol=0)
     assert shared == 5 < apart  # the second of the first pair is not foreseen
+
+
+@pytest.mark.parametrize("name", ["wan_i2v", "flux2_klein"])
+async def test_pictures_of_other_requests_share_forwards(
+    engines: Callable[[str], Any], name: str
+) -> None:
+    """First frames of videos, with what CLIP sees of them; references of FLUX.2 of one size."""
+    requests = []
+    for i in range(2):
+        made = condition(name, 512 if name == "wan_i2v" else 9, i)
+        if name == "wan_i2v":
+            made["image_embeds"] = torch.randn(
+                257, WIDTH, generator=torch.Generator().manual_seed(i)
+            )
+        given = params(name, num_frames=5) if name == "wan_i2v" else params(name)
+        shown = picture(i, 64, 64)
+        requests.append(({**given, "seed": i, **cfg(name, 3.0)}, made, {"image": shown}))
+    alone, together, apart, shared = await alone_and_together(engines(name), requests)
+    for a, b in zip(alone, together, strict=True):
+        torch.testing.assert_close(a, b, atol=TOLERANCE, rtol=0)
+    assert shared == 5 < apart
 
 
 async def test_guidance_pair_is_one_forward_from_the_second_step_on(

@@ -33,8 +33,14 @@ from omniq.errors import ConfigError, EngineDead, EngineError
 TOLERANCE = 2e-5
 STEPS = 8
 FIRST_BLOCK = {"method": "first_block", "threshold": 0.5}
-# Of order 0: differences of steps would show the rounding of forwards of other sizes a hundredfold.
-TAYLOR = {"method": "taylorseer", "interval": 3, "warmup_steps": 3, "order": 0}
+TAYLOR = {"method": "taylorseer", "interval": 3, "warmup_steps": 3}
+CACHED_STEPS = 10
+MAGNITUDE = {
+    "method": "magcache",
+    "mag_ratios": [1.0 - 0.01 * i for i in range(CACHED_STEPS)],
+    "threshold": 0.2,
+    "num_inference_steps": CACHED_STEPS,
+}
 
 
 @dataclass(slots=True)
@@ -44,6 +50,9 @@ class Pair:
     name: str
     one: Any
     two: Any
+    #: Of cached requests. diffusers keeps Taylor factors in bfloat16, where the last bit of a
+    #: float32, which depends on a forward's rows, may become a whole step.
+    cached_tolerance: float
 
     def at_once(self) -> list[int]:
         """From now on: how many branches were at work, one entry a forward."""
@@ -66,7 +75,7 @@ class _Spy:
 @pytest.fixture(
     scope="module",
     params=[
-        ("z_image", TAYLOR),  # one call of two rows a step
+        ("z_image", MAGNITUDE),  # one call of two rows a step
         ("qwen_image", FIRST_BLOCK),  # two calls a step, the result scaled to the norm
         ("wan", FIRST_BLOCK),
         pytest.param(("sd3", TAYLOR), marks=pytest.mark.slow),
@@ -82,7 +91,7 @@ def pair(request: pytest.FixtureRequest, models: Callable[[str], Path]) -> Itera
         loaded_now(dit_stage(models(name), engine_args=args, dit=dit))
         for args in ({}, {"parallel": {"cfg_degree": 2, "timeout": 60}})
     )
-    yield Pair(name, one, two)
+    yield Pair(name, one, two, 2e-3 if cache is TAYLOR else TOLERANCE)
     for engine in (one, two):
         asyncio.run(engine.unload())
     assert not torch.distributed.is_initialized()
@@ -165,7 +174,7 @@ async def test_cached_requests_keep_their_own_state_on_both_devices(pair: Pair) 
             *(
                 send(
                     engine,
-                    guided(name, 3.0, seed, use_cache=True, num_inference_steps=10),
+                    guided(name, 3.0, seed, use_cache=True, num_inference_steps=CACHED_STEPS),
                     request_id=f"r{i}",
                     condition=condition(name, 6, seed),
                 )
@@ -177,7 +186,8 @@ async def test_cached_requests_keep_their_own_state_on_both_devices(pair: Pair) 
     for engine in (pair.two, pair.two):
         found = await of(engine)
         for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(latents_of(a), latents_of(b), rtol=0, atol=TOLERANCE)
+            close = pair.cached_tolerance
+            torch.testing.assert_close(latents_of(a), latents_of(b), rtol=0, atol=close)
             assert a.metrics["cache_hit_ratio"] == b.metrics["cache_hit_ratio"] > 0
     assert pair.two.part.cache.nbytes() == 0
 
@@ -192,7 +202,7 @@ async def test_a_cancelled_request_leaves_its_mates_unharmed(pair: Pair) -> None
                 loop.call_soon_threadsafe(second.set)
 
     for cached in (False, True):
-        mate = guided(name, 3.0, 1, use_cache=cached)
+        mate = guided(name, 3.0, 1, use_cache=cached, num_inference_steps=CACHED_STEPS)
         expected = await send(pair.one, mate, condition=condition(name, 6))
         endless = guided(name, 3.0, 2, use_cache=cached, num_inference_steps=900)
         second.clear()
@@ -206,7 +216,8 @@ async def test_a_cancelled_request_leaves_its_mates_unharmed(pair: Pair) -> None
         with pytest.raises(asyncio.CancelledError):
             await gone
         found = latents_of(await stays)
-        torch.testing.assert_close(found, latents_of(expected), rtol=0, atol=TOLERANCE)
+        close = pair.cached_tolerance if cached else TOLERANCE
+        torch.testing.assert_close(found, latents_of(expected), rtol=0, atol=close)
 
 
 async def test_nan_on_the_other_device_fails_its_request_only(pair: Pair) -> None:

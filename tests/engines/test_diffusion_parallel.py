@@ -123,16 +123,19 @@ async def test_several_processes_give_what_one_gives(
 
 
 async def half_precision(name: str, args: dict[str, Any], model: Path, device: str) -> None:
-    """In bfloat16, sharing the work is no farther from float32 than bfloat16 is by itself."""
+    """In bfloat16, sharing the work changes no more than rounding does.
+
+    Compared with one device in bfloat16 and not with float32: torch draws other noise in bfloat16
+    than in float32 on some processors. Rounding moves these models by up to 3 % of the largest
+    latent, and both sides round.
+    """
     asked = kinds(name, odd=False)
-    exact = await made_by(model, name, asked, {}, device)
     alone, together = [
         await made_by(model, name, asked, a, device, dtype="bfloat16") for a in ({}, args)
     ]
-    for truth, one, several in zip(exact, alone, together, strict=True):
-        rounding = (one.float() - truth.float()).abs().max()
-        assert 0 < rounding < 0.2 * truth.abs().max()
-        torch.testing.assert_close(several.float(), truth.float(), rtol=0, atol=2 * float(rounding))
+    for one, several in zip(alone, together, strict=True):
+        atol = 0.06 * float(one.abs().max())
+        torch.testing.assert_close(several.float(), one.float(), rtol=0, atol=atol)
 
 
 @pytest.mark.slow

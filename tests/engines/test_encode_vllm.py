@@ -14,6 +14,7 @@ import pytest_asyncio
 import torch
 from diffusion_helpers import Staged, loaded_now, whole
 from engine_helpers import loaded, stage
+from resolve_helpers import resolved
 
 from omniq.engines.base import NullEmit, StageInput, StageRequest
 from omniq.errors import ConfigError
@@ -34,7 +35,10 @@ def on_vllm(model: Path) -> Any:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def qwen(models: Callable[[str], Path]) -> AsyncIterator[Any]:
-    engine = await loaded(on_vllm(models("qwen_image")))
+    """As ``omniq serve FOLDER --encoder vllm`` has it."""
+    args = {"dtype": "float32", "in_process": True, "kv_cache_memory_bytes": 32 << 20}
+    pipeline = resolved(models("qwen_image"), encoder="vllm", engine_args=args)
+    engine = await loaded(pipeline.stage("encode"))
     yield engine
     await engine.unload()
 

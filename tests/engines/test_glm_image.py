@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusion_helpers import dit_stage, latents_of, loaded_now, picture, send, whole
+from diffusion_helpers import dit_stage, latents_of, loaded_now, picture, send
 from engine_helpers import Recorder, ask, stage
-from tiny_glm_image import WIDTH, make_glm_image
+from tiny_glm_image import make_glm_image, whole_glm_image
 
 from omniq.config import OmniStageConfig
 from omniq.engines.base import NullEmit, StageInput, StageRequest
@@ -87,18 +87,7 @@ def staged(model: Path) -> GlmImageStages:
 
 @pytest.fixture(scope="module")
 def pipeline(model: Path) -> Any:
-    """The whole pipeline.
-
-    diffusers 0.42 joins the features of all pictures along their first axis before it asks for
-    their tokens, as fits transformers 5.0; since then features are [channels, h, w] for each
-    picture, which the model wants apart.
-    """
-    made = whole(model)
-    own = made.vision_language_encoder.get_image_tokens
-    made.vision_language_encoder.get_image_tokens = lambda states, grids: own(
-        list(states.split(WIDTH)), grids
-    )
-    return made
+    return whole_glm_image(model)
 
 
 def reference(

@@ -12,10 +12,15 @@ import pytest
 from diffusion_helpers import picture
 from PIL import Image
 from served import make_model
+from tiny_csm import make_csm
 from tiny_families import make
+from tiny_glm_image import make_glm_image
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SMALL = ["--height", "32", "--width", "48", "--steps", "2", "--dtype", "float32"]
+
+#: Ask a server; tests/serve runs them beside theirs.
+SERVED = ("qwen_omni.py",)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -59,6 +64,23 @@ def test_video(tmp_path: Path) -> None:
     run("video.py", folder, *SMALL, "--frames", "5", "-o", tmp_path / "a.mp4")
     with av.open(tmp_path / "a.mp4") as video:
         assert len(list(video.decode(video=0))) == 5
+
+
+def test_glm_image(tmp_path: Path) -> None:
+    folder, made, again = (tmp_path / name for name in ("model", "a.png", "b.png"))
+    make_glm_image(folder)
+    size = ["--height", "64", "--width", "96", "--steps", "2", "--dtype", "float32"]
+    run("glm_image.py", folder, *size, "-o", made)
+    run("glm_image.py", folder, *size, "--image", made, "-o", again)
+    assert Image.open(made).size == Image.open(again).size == (96, 64)
+
+
+def test_speech(tmp_path: Path) -> None:
+    folder = make_csm(tmp_path / "model")
+    said = run("speak.py", folder, "--max-tokens", "10", "-o", tmp_path / "a.wav")
+    assert said.endswith("a.wav: 0.80 s\n")
+    with av.open(tmp_path / "a.wav") as sound:
+        assert sound.streams.audio[0].rate == 24_000
 
 
 def test_language_model(tmp_path: Path) -> None:

@@ -32,10 +32,13 @@ RUNS: list[tuple[str, bool, dict[str, Any]]] = [
     ("flux2_klein", False, {}),
     ("sd3", False, {"negative_prompt": "a star"}),
     ("qwen_image", False, {"negative_prompt": "a star"}),
+    ("cogview4", False, {"negative_prompt": "a star"}),
     ("wan", False, {"num_frames": 5}),
-    ("wan_5b", False, {"num_frames": 5}),
+    ("wan_5b", True, {"num_frames": 5}),
     ("wan_i2v", True, {"num_frames": 5}),
 ]
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = ["cpu", pytest.param("cuda:0", marks=[pytest.mark.gpu, CUDA])]
 DIFFUSION = [f for f in families() if isinstance(f, DiffusionFamily)]
 
 
@@ -57,12 +60,13 @@ def _name(run: tuple[str, bool, dict[str, Any]]) -> str:
     return run[0] + ("-picture" if run[1] else "")
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("run", RUNS, ids=_name)
 async def test_a_folder_makes_what_its_pipeline_makes(
-    tiny: Callable[[str], Path], run: tuple[str, bool, dict[str, Any]]
+    tiny: Callable[[str], Path], run: tuple[str, bool, dict[str, Any]], device: str
 ) -> None:
     """With all defaults but size and steps, which a CPU cannot afford."""
-    from diffusers import AutoPipelineForImage2Image
+    from diffusers import AutoPipelineForImage2Image, WanImageToVideoPipeline
     from PIL import Image
 
     name, pictured, more = run
@@ -70,13 +74,16 @@ async def test_a_folder_makes_what_its_pipeline_makes(
     pipeline, reference = resolved(tiny(name)), whole(tiny(name))
     shown = picture(1, 32, 48)
     files = {"image": StageInput(tensors={"image": shown})} if pictured else None
-    made = await run_stages(pipeline, PROMPT, {**small, **more, "seed": 5}, files)
+    made = await run_stages(pipeline, PROMPT, {**small, **more, "seed": 5}, files, device)
     arguments = {"prompt": PROMPT, **small, **more}
     if pictured:
         arguments["image"] = Image.fromarray(shown.numpy())
     if name == "flux" and pictured:
         reference = AutoPipelineForImage2Image.from_pipe(reference)
-    generator = torch.Generator().manual_seed(5)
+    if name == "wan_5b" and pictured:
+        reference = WanImageToVideoPipeline.from_pipe(reference)
+    reference.to(device)
+    generator = torch.Generator("cpu").manual_seed(5)
     image = reference(**arguments, generator=generator, output_type="np", return_dict=False)[0][0]
     ((kind, output),) = pipeline.outputs.items()
     assert output.source == f"decode.{kind}"
@@ -197,11 +204,22 @@ def test_engine_arguments_and_encoder(tiny: Callable[[str], Path]) -> None:
 def test_other_pipelines_are_tried_by_their_parts(tmp_path: Path) -> None:
     """What has the parts gets stages; what has not is told what is known."""
     part = ["diffusers", "Some"]
-    index = {"_class_name": "SomePipeline", "transformer": part, "vae": part, "scheduler": part}
+    index = {
+        "_class_name": "SomePipeline",
+        "transformer": part,
+        "vae": ["diffusers", "AutoencoderKL"],
+        "scheduler": part,
+        "text_encoder": ["transformers", "T5EncoderModel"],
+    }
     file = tmp_path / "model_index.json"
-    file.write_text(json.dumps({**index, "text_encoder": ["transformers", "T5EncoderModel"]}))
+    file.write_text(json.dumps(index))
     assert [s.stage_id for s in resolved(tmp_path).stages] == ["encode", "dit", "decode"]
     assert OtherDiffusion.name in {f.name for f in families()}
-    file.write_text(json.dumps({**index, "text_encoder": [None, None]}))
-    with pytest.raises(ConfigError, match=r"SomePipeline.*known: Qwen-Image, .*Z-Image"):
-        resolved(tmp_path)
+    for change in (
+        {"text_encoder": [None, None]},
+        {"vae": ["diffusers", "AutoencoderKLCogVideoX"]},
+        {"vision_language_encoder": part},
+    ):
+        file.write_text(json.dumps({**index, **change}))
+        with pytest.raises(ConfigError, match=r"SomePipeline.*known: .*Qwen-Image, .*Z-Image"):
+            resolved(tmp_path)

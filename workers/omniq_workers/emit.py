@@ -38,13 +38,15 @@ class JobEmit:
         self._unwanted = unwanted
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._news = asyncio.Event()
-        self._closing = asyncio.Event()
         self._progress: tuple[int, int] | None = None
         self._deltas: list[tuple[str, Any]] = []
         #: The newest of each picture.
         self._previews: dict[int, dict[str, Any]] = {}
+        self._closed = False
+        # Most runs say nothing: these are made with the first thing that is said.
         self._pump: asyncio.Task[None] | None = None
+        self._news: asyncio.Event
+        self._closing: asyncio.Event
 
     async def __aenter__(self) -> JobEmit:
         return self
@@ -90,14 +92,18 @@ class JobEmit:
             logger.warning("the last progress of job %s is lost: %s", self._run[0], exc)
 
     def _look(self) -> None:
-        self._news.set()
-        if self._pump is None and not self._closing.is_set():
+        if self._closed:
+            return
+        if self._pump is None:
+            self._news, self._closing = asyncio.Event(), asyncio.Event()
             self._pump = asyncio.create_task(self._write_on())
+        self._news.set()
 
     async def _stop(self) -> None:
-        self._closing.set()
-        self._news.set()
+        self._closed = True
         if self._pump is not None:
+            self._closing.set()
+            self._news.set()
             await self._pump
 
     async def _write_on(self) -> None:
@@ -116,6 +122,8 @@ class JobEmit:
                     await self._closing.wait()
 
     async def _write(self) -> None:
+        if not self._deltas and not self._previews and self._progress is None:
+            return
         wanted = True
         while wanted and self._deltas:
             with self._lock:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from celery import Task
@@ -62,6 +61,7 @@ class Delivery:
         self.target: tuple[Any, ...] = ()
         #: Celery's ``Request``: settles the message, sends events. None before it knows of it.
         self.celery: Any = None
+        self._payload: tuple[list[Any], dict[str, Any], dict[str, Any]] | None = None
 
     @classmethod
     def accepted(cls, target: tuple[Any, ...], celery: Any, connection: int) -> Delivery:
@@ -74,17 +74,19 @@ class Delivery:
         """Celery knows of it now."""
         self.target, self.celery, self.request = target, celery, target[2]
 
-    @cached_property
+    @property
     def payload(self) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
         """The message's body: arguments, keyword arguments, and what follows the task.
 
         A body that fits no task raises as a task's own error would.
         """
-        # A body without a content type is of an older protocol, which Celery has translated.
-        translated = bool(self.target) and not self.target[4]
-        body = self.target[3] if translated else self._message.payload
-        args, kwargs, embed = body
-        return args, kwargs, embed or {}
+        if self._payload is None:
+            # A body without a content type is of an older protocol, which Celery has translated.
+            translated = bool(self.target) and not self.target[4]
+            body = self.target[3] if translated else self._message.payload
+            args, kwargs, embed = body
+            self._payload = args, kwargs, embed or {}
+        return self._payload
 
     @property
     def redelivered(self) -> bool:

@@ -13,7 +13,6 @@ Three threads:
 
 from __future__ import annotations
 
-import contextvars
 import os
 import queue
 import time
@@ -319,15 +318,12 @@ class EnginePool(BasePool):
             flight.end(None)
             self._settle_soon(flight, _TRACE_ASIDE)
             return
-        context = contextvars.copy_context()
-        context.run(current_flight.set, flight)
-        flight.future = self.loop.loop.create_task(
-            self._body(flight), name=flight.id, context=context
-        )
+        flight.future = self.loop.loop.create_task(self._body(flight), name=flight.id)
         flight.future.add_done_callback(lambda future: self._ended(flight, future))
 
     async def _body(self, flight: Flight) -> Any:
         """A payload or call that does not fit the task fails as the body's own error."""
+        current_flight.set(flight)  # of this task's own context
         args, kwargs, _ = flight.delivery.payload
         return await flight.task.run(*args, **kwargs)
 

@@ -7,7 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import orjson
 from celery.utils.log import get_logger
+from pydantic import TypeAdapter
 
 from omniq.blobs.base import BlobRef
 from omniq.blobs.choice import Where, where
@@ -33,6 +35,8 @@ logger = get_logger(__name__)
 CONSUMERS_FRESH = 1.0
 #: A blob of at most so many bytes is copied in shared memory before a thread would have started.
 INLINE_BYTES = 4 << 20
+#: Engines may give numbers of numpy's.
+METRICS = TypeAdapter(dict[str, float | int])
 #: Most blobs that the record is told of at once.
 MOST_FREED = 1000
 
@@ -57,17 +61,27 @@ class StageIO:
         self._pipeline, self._stage_id = pipeline, stage_id
         self._router, self._processor = router, processor
         self._store, self._registry, self.host = store, registry, host
-        self._edges = pipeline.edges_into(stage_id)
+        #: Whole inputs: name, the stage that makes it, and of which output. Others arrive by chunks
+        #: (:mod:`omniq_workers.windows`).
+        self._edges = [
+            (e.target.partition(".")[2], e.producer, e.source.partition(".")[2])
+            for e in pipeline.edges_into(stage_id)
+            if e.trigger != "window"
+        ]
         self._outputs = pipeline.outputs_of(stage_id)
-        #: Outputs that stages behind read as a whole.
-        self._passed_on = {
-            e.source.partition(".")[2]
-            for e in pipeline.edges
-            if e.producer == stage_id and e.trigger == "full"
-        }
-        #: Where the stages behind live, and until when that is taken for true.
-        self._hosts: dict[str, set[str]] = {}
-        self._hosts_until = 0.0
+        #: Outputs that stages behind read as a whole, and all that are needed.
+        self._passed_on = sorted(
+            {
+                e.source.partition(".")[2]
+                for e in pipeline.edges
+                if e.producer == stage_id and e.trigger == "full"
+            }
+        )
+        made = {o.source.partition(".")[2] for o in self._outputs.values()}
+        self._needed = made.union(self._passed_on)
+        #: Whether all live readers of an output live here, and until when that is taken for true.
+        self._local: dict[str, bool] = {}
+        self._local_until = 0.0
         #: What was freed here and is still on this host's garbage list.
         self._freed: list[str] = []
         #: Until then blobs are written in threads, because shared memory was full.
@@ -86,27 +100,23 @@ class StageIO:
         """
         found: dict[str, StageInput] = {}
         blobs: dict[str, BlobRef] = {}
-        for edge in self._edges:
-            name = edge.target.partition(".")[2]
-            output = edge.source.partition(".")[2]
-            if edge.trigger == "window":
-                continue  # arrives by chunks: omniq_workers.windows
-            if edge.producer == REQUEST:
+        for name, producer, output in self._edges:
+            if producer == REQUEST:
                 if output in spec.inputs:
                     found[name] = StageInput(value=spec.inputs[output])
                 if output in spec.files:
                     blobs[name] = spec.files[output]
                 continue
-            made = upstream.get(edge.producer, {}).get(output)
+            made = upstream.get(producer, {}).get(output)
             if made is None:
-                raise EngineError(f"stage {edge.producer!r} made no output {output!r}")
+                raise EngineError(f"stage {producer!r} made no output {output!r}")
             found[name] = StageInput(value=made.get("value"))
             if "blob" in made:
-                blobs[name] = BlobRef.model_validate(made["blob"])
-        if len(blobs) == 1:
-            read = [await self.read(ref) for ref in blobs.values()]
-        else:
+                blobs[name] = BlobRef.from_fields(made["blob"])
+        if len(blobs) > 1:
             read = await asyncio.gather(*map(self.read, blobs.values()))
+        else:
+            read = [await self.read(ref) for ref in blobs.values()]
         for name, tensors in zip(blobs, read, strict=True):
             found[name] = StageInput(value=found[name].value, tensors=tensors)
         return found
@@ -122,18 +132,18 @@ class StageIO:
             BlobError: a blob cannot be written.
             InvalidRequest: an artifact is too large.
         """
-        for name in self._passed_on | {o.source.partition(".")[2] for o in self._outputs.values()}:
+        for name in self._needed:
             if name not in output.values and name not in output.tensors:
                 raise EngineError(f"the engine of stage {self._stage_id!r} made no output {name!r}")
         outputs: dict[str, dict[str, Any]] = {}
-        for name in sorted(self._passed_on):
+        for name in self._passed_on:
             made: dict[str, Any] = {}
             if name in output.values:
                 made["value"] = output.values[name]
             if name in output.tensors:
                 ref = await self.put(run, name, output.tensors[name])
                 run.blobs.append(ref)
-                made["blob"] = ref.model_dump(mode="json")
+                made["blob"] = ref.to_fields()
             outputs[name] = made
         values, artifacts = await self._results(run, output)
         return StageResult(
@@ -141,7 +151,7 @@ class StageIO:
             blobs=list(run.blobs),
             values=values,
             artifacts=artifacts,
-            metrics=output.metrics,
+            metrics=METRICS.validate_python(output.metrics) if output.metrics else {},
         )
 
     async def read(self, ref: BlobRef) -> dict[str, torch.Tensor]:
@@ -163,8 +173,11 @@ class StageIO:
             BlobError: it cannot be written.
         """
         blob_id = ".".join(map(str, (*run.key, name)))
-        local = await self._consumers_local(name.partition(".")[0])
-        if local and time.monotonic() > self._threads_until and _is_small(tensors):
+        output, now = name.partition(".")[0], time.monotonic()
+        local = self._local.get(output) if now < self._local_until else None
+        if local is None:
+            local = await self._consumers_local(output)
+        if local and now > self._threads_until and _is_small(tensors):
             ref = self._router.put(blob_id, tensors, consumers_local=True)
             if ref.store != "shm":  # there is no room, and Redis is not for the loop to wait for
                 self._threads_until = time.monotonic() + CONSUMERS_FRESH
@@ -173,18 +186,21 @@ class StageIO:
 
     async def _consumers_local(self, output: str) -> bool:
         """Whether every live worker of every stage that reads the output runs on this machine."""
-        if time.monotonic() > self._hosts_until:
-            workers = await self._registry.all(self._pipeline.name)
-            behind = self._pipeline.downstream(self._stage_id)
-            self._hosts = {stage: hosts_of(workers, stage) for stage in behind}
-            self._hosts_until = time.monotonic() + CONSUMERS_FRESH
+        workers = await self._registry.all(self._pipeline.name)
+        if time.monotonic() > self._local_until:
+            self._local.clear()
+            self._local_until = time.monotonic() + CONSUMERS_FRESH
         readers = self._pipeline.readers_of(f"{self._stage_id}.{output}")
-        return where(self.host, (self._hosts[stage] for stage in readers)) is Where.SAME_HOST
+        found = where(self.host, (hosts_of(workers, stage) for stage in readers))
+        self._local[output] = local = found is Where.SAME_HOST
+        return local
 
     async def _results(
         self, run: Run, output: StageOutput
     ) -> tuple[dict[str, Any], dict[str, ArtifactInfo]]:
         """The pipeline outputs made from this stage, encoded and stored."""
+        if not self._outputs:
+            return {}, {}
         job_id, _, fence = run.key
         context = OutputContext.of_job(run.spec)
         values: dict[str, Any] = {}
@@ -218,7 +234,7 @@ class StageIO:
             return
         for entry in garbage:
             try:
-                freed = shm.delete(BlobRef.from_json(entry))
+                freed = shm.free(orjson.loads(entry)["place"])
             except BlobError as exc:
                 logger.warning("a blob is left to the garbage collection: %s", exc)
             else:

@@ -218,6 +218,8 @@ class StageRunner:
         async with JobEmit(self._store, *run.key, run.cancel) as emit, self._windows.of(run) as win:
             output = await self._in_engine(run, {**inputs, **win.inputs()}, win, emit)
             await emit.flush()
+        if win.first_output is not None:
+            output.metrics["first_output_seconds"] = max(win.first_output - run.spec.created, 0.0)
         result = await self._io.store(run, output)
         for name, made in win.outputs().items():
             result.outputs.setdefault(name, {}).update(made)
@@ -252,7 +254,7 @@ class StageRunner:
         work = asyncio.create_task(serve())
         late = left is not None and (limit is None or left < limit)
         try:
-            done, _ = await asyncio.wait({work}, timeout=left if late else limit)
+            done = await _ended(work, left if late else limit)
         except asyncio.CancelledError:
             await _stopped(work, self._stage.stop_limit)
             raise
@@ -357,6 +359,29 @@ class StageRunner:
         return delay * random.uniform(1 - JITTER, 1 + JITTER)
 
 
+async def _ended(work: asyncio.Task[StageOutput], seconds: float | None) -> bool:
+    """Wait until a task has ended; False: it has not within so many seconds (None: for ever).
+
+    As ``asyncio.wait`` of one task, with less to do for it.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def end(*_: object) -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    work.add_done_callback(end)
+    timer = None if seconds is None else loop.call_later(seconds, end)
+    try:
+        await ended
+    finally:
+        if timer is not None:
+            timer.cancel()
+        work.remove_done_callback(end)
+    return work.done()
+
+
 async def _stopped(work: asyncio.Task[StageOutput], limit: float) -> None:
     """Cancel an engine's run and wait until it has really stopped.
 
@@ -364,8 +389,7 @@ async def _stopped(work: asyncio.Task[StageOutput], limit: float) -> None:
         EngineDead: it did not.
     """
     work.cancel()
-    done, _ = await asyncio.wait({work}, timeout=limit)
-    if not done:
+    if not await _ended(work, limit):
         raise EngineDead(f"the engine did not stop a request within {limit:g} s")
     if not work.cancelled():
         work.exception()  # retrieved: the outcome of a stopped run is nobody's

@@ -34,13 +34,34 @@ if waiting then
 end
 local most = waiting and math.min(tonumber(ARGV[1]), room) or tonumber(ARGV[1])
 
-local pop, look = {'LMPOP', #KEYS - 3}, {'EXISTS'}
-for i = 4, #KEYS do
-  pop[i - 1] = KEYS[i]
-  look[i - 2] = KEYS[i]
+-- The lists go by their order, but after so many messages another than the first has its turn for a
+-- single one: of those that hold messages each comes round, so that no priority starves. The place is kept in a string
+-- that is written only, or the server would tell of it too: 100 x the next list + messages since.
+local IN_ORDER = 8
+local first, lists, look = 0, #KEYS - 3, {'EXISTS'}
+for i = 4, #KEYS do look[i - 2] = KEYS[i] end
+local waits = redis.call(unpack(look))
+local turns, turn = KEYS[4] .. ':turn', nil
+if waits > 1 and most > 0 then
+  turn = redis.pcall('INCRBY', turns, 0)
+  if type(turn) ~= 'number' or turn == 0 then turn = 100 end  -- new; or no memory is left for it
+  if turn % 100 >= IN_ORDER then first, most = math.floor(turn / 100) % lists, 1 end
+end
+local pop, place = {'LMPOP', lists}, {}
+for i = 0, lists - 1 do
+  local at = (first + i) % lists
+  pop[i + 3], place[KEYS[4 + at]] = KEYS[4 + at], at
 end
 pop[#pop + 1], pop[#pop + 2], pop[#pop + 3] = 'RIGHT', 'COUNT', most
-local popped = most > 0 and redis.call(unpack(pop))
+local popped = waits > 0 and most > 0 and redis.call(unpack(pop))
+if popped and turn then
+  if turn % 100 >= IN_ORDER then
+    turn = 100 * (place[popped[1]] % (lists - 1) + 1)
+  else
+    turn = turn - turn % 100 + math.min(99, turn % 100 + #popped[2])
+  end
+  redis.call('SET', turns, turn, 'PX', 3600000)
+end
 local taken, tags, records, bad = {0, 0, '', 0}, {}, {}, 0
 if popped then
   local t = redis.call('TIME')  -- leases run by the server's clock
@@ -63,7 +84,8 @@ if popped then
     redis.call('HSET', KEYS[1], unpack(records))
   end
 end
-taken[1] = redis.call(unpack(look)) == 0 and 1 or 0
+if popped then waits = redis.call(unpack(look)) end
+taken[1] = waits == 0 and 1 or 0
 taken[2] = bad
 if waiting then
   local has = taken[1] == 1 and math.max(0, room - #tags / 2) or 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from functools import partial
@@ -77,6 +78,14 @@ class RunWindows:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._channels: dict[str, Channel] = {}
         self._writers: dict[str, ChunkWriter] = {}
+        #: Stages behind that the job has.
+        self._followers = {
+            output: found
+            for output, of in windows.followers.items()
+            if (found := [f for f in of if f.stage in run.spec.stages])
+        }
+        #: When the engine first said something of an output that is the pipeline's; Unix time.
+        self.first_output: float | None = None
         self._full: set[str] = set()
         self._sent: set[str] = set()
         self._ending = False
@@ -87,7 +96,7 @@ class RunWindows:
 
     async def __aenter__(self) -> Self:
         """Start the streams of this run anew, if it has any."""
-        followers = self._windows.followers
+        followers = self._followers
         if followers:
             readers = {output: [f.stage for f in of] for output, of in followers.items()}
             try:
@@ -195,11 +204,16 @@ class RunWindows:
 
     def speaker(self, emit: JobEmit) -> Speaker:
         """What the engine gets to speak by."""
-        return Speaker(emit, self._channel)
+        return Speaker(emit, self._channel, self._heard)
+
+    def _heard(self, output: str) -> None:
+        """The engine says a piece of ``output``. Any thread."""
+        if self.first_output is None and output in self._windows.pieces.outputs:
+            self.first_output = time.time()
 
     def _channel(self, output: str) -> Channel | None:
         """Where chunks of ``output`` go; None: nobody reads them. Any thread."""
-        if output not in self._windows.followers and output not in self._windows.pieces.outputs:
+        if output not in self._followers and output not in self._windows.pieces.outputs:
             return None
         found = self._channels.get(output)
         if found is None:
@@ -290,7 +304,7 @@ class RunWindows:
     async def _send_for_readers(self, output: str) -> None:
         if self._ending and output not in self._full:
             return  # the stage's own continuation sends for them in a moment
-        for follower in self._windows.followers[output]:
+        for follower in self._followers.get(output, ()):
             stage = follower.stage
             if stage not in self._sent and self._window_is_there(stage):
                 await self._send_for(stage)
@@ -298,7 +312,7 @@ class RunWindows:
     def _window_is_there(self, stage: str) -> bool:
         return all(
             self._writers[output].count >= f.window or output in self._full
-            for output, of in self._windows.followers.items()
+            for output, of in self._followers.items()
             for f in of
             if f.stage == stage
         )
@@ -314,9 +328,19 @@ class RunWindows:
 class Speaker:
     """The :class:`~omniq.engines.base.Emit` of one run."""
 
-    def __init__(self, emit: JobEmit, channel: Callable[[str], Channel | None]) -> None:
-        self.progress, self.delta, self.preview = emit.progress, emit.delta, emit.preview
-        self._channel = channel
+    def __init__(
+        self,
+        emit: JobEmit,
+        channel: Callable[[str], Channel | None],
+        heard: Callable[[str], object],
+    ) -> None:
+        self.progress, self.preview = emit.progress, emit.preview
+        self._emit, self._channel, self._heard = emit, channel, heard
+
+    def delta(self, output: str, value: Any) -> None:
+        """See :class:`~omniq.engines.base.Emit`."""
+        self._heard(output)
+        self._emit.delta(output, value)
 
     def chunk(
         self,
@@ -328,6 +352,7 @@ class Speaker:
     ) -> None:
         """See :class:`~omniq.engines.base.Emit`."""
         if (channel := self._channel(output)) is not None:
+            self._heard(output)
             channel.put(Item(value, tensors or {}, last))
 
     async def achunk(
@@ -340,4 +365,5 @@ class Speaker:
     ) -> None:
         """See :class:`~omniq.engines.base.Emit`."""
         if (channel := self._channel(output)) is not None:
+            self._heard(output)
             await channel.aput(Item(value, tensors or {}, last))

@@ -17,15 +17,16 @@ from omniq_api.strict_json import StrictJSONRoute
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
+TOO_MANY = "rate_limit_error"
 #: Status codes with which a route that runs jobs may answer.
-FAULTS = (400, 404, 409, 413, 415, 503, 504)
+FAULTS = (400, 404, 409, 413, 415, 429, 503, 504)
 
 
 class ErrorObject(BaseModel):
     """What went wrong."""
 
     message: str
-    type: str = Field(description="`invalid_request_error` or `server_error`.")
+    type: str = Field(description="`invalid_request_error`, `rate_limit_error` or `server_error`.")
     param: str | None = Field(description="The faulty field.")
     code: str | None = Field(description="Stable name of the kind of problem.")
 
@@ -68,6 +69,8 @@ def error_body(
 
 
 def _kind(status: int) -> str:
+    if status == 429:
+        return TOO_MANY
     return INVALID if status < 500 else SERVER
 
 

@@ -37,6 +37,8 @@ class Submission:
     inputs: dict[str, Any]
     parameters: dict[str, Any]
     metadata: dict[str, str] = field(default_factory=dict)
+    outputs: list[str] | None = None
+    """Which of the pipeline's outputs are wanted; None: all."""
     names: dict[str, str] = field(default_factory=dict)
     """Field of the job (``parameters.max_tokens``, ``input.messages``) -> OpenAI's field."""
 
@@ -66,7 +68,7 @@ def of_chat(body: ChatRequest, model: ServedModel) -> Submission:
         OpenAIError: the model takes no messages, or a field is unknown.
     """
     inputs = {input_of(model, "messages", "messages"): body.messages}
-    parameters = _parameters(body)
+    parameters = _parameters(body, model)
     names = {}
     if body.max_completion_tokens is not None:
         parameters["max_tokens"] = body.max_completion_tokens
@@ -81,6 +83,9 @@ def of_chat(body: ChatRequest, model: ServedModel) -> Submission:
         parameters["tool_choice"] = body.tool_choice
     if body.parallel_tool_calls is not None:
         parameters["parallel_tool_calls"] = body.parallel_tool_calls
+    if body.audio is not None and body.audio.voice is not None:
+        parameters["speaker"] = body.audio.voice
+        names["parameters.speaker"] = "audio.voice"
     return submission_of(
         model, inputs, parameters, "messages", user=body.user, metadata=body.metadata, names=names
     )
@@ -92,7 +97,7 @@ def of_completion(body: CompletionRequest, model: ServedModel) -> list[Submissio
     Raises:
         OpenAIError: the model takes no such prompts, or a field is unknown.
     """
-    parameters = {"max_tokens": COMPLETION_TOKENS, **_parameters(body)}
+    parameters = {"max_tokens": COMPLETION_TOKENS, **_parameters(body, model)}
     if body.logprobs is not None:
         parameters["logprobs"] = body.logprobs
     names = {"parameters.logprobs": "logprobs"}
@@ -110,7 +115,7 @@ def of_embedding(body: EmbeddingRequest, model: ServedModel) -> list[Submission]
     """
     if model.embedding is None:
         raise unable(model, "makes no embeddings", "model")
-    parameters = _parameters(body)
+    parameters = _parameters(body, model)
     return [
         submission_of(model, inputs, parameters, "input", user=body.user)
         for inputs in _prompts(model, body.input, "input")
@@ -137,14 +142,18 @@ def _bare(job_field: str) -> str:
     return FIELDS.get(first, first) + dot + rest
 
 
-def _parameters(body: OpenAIRequest) -> dict[str, Any]:
-    """Fields that are parameters of the stage by that very name.
+def _parameters(body: OpenAIRequest, model: ServedModel) -> dict[str, Any]:
+    """Fields that are parameters of the stage by that very name; with models of several stages
+    those of the others too, and objects of a stage's own by its id.
 
     Raises:
         OpenAIError: 400; a field is none.
     """
+    known = set(ARParams.model_fields)
+    if len(model.pipeline.stages) > 1:
+        known |= {*model.pipeline.takers, *(s.stage_id for s in model.pipeline.stages)}
     for name in body.more:
-        if name not in ARParams.model_fields:
+        if name not in known:
             raise OpenAIError(400, f"unknown field {name!r}", param=name)
     return body.more
 
@@ -200,4 +209,6 @@ def submission_of(
     """One job; ``param`` is the field that the inputs come from unless ``names`` says another."""
     labels = {**(metadata or {}), **({"user": user} if user else {})}
     called = {f"input.{name}": param for name in inputs}
-    return Submission(model.pipeline.name, inputs, parameters, labels, {**called, **(names or {})})
+    return Submission(
+        model.pipeline.name, inputs, parameters, labels, names={**called, **(names or {})}
+    )

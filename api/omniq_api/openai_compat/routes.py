@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from omniq.config.served import ServedModel, served_models
-from omniq_api.openai_compat import answers, images, mapping, running, speech
+from omniq_api.openai_compat import answers, chat_audio, images, mapping, running, speech
 from omniq_api.openai_compat.faults import FAULTS, OpenAIError, OpenAIRoute, responses
 from omniq_api.openai_compat.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
+from omniq_api.openai_compat.sound_stream import SpokenJob
 from omniq_api.openai_compat.stream import JobStream, chat_chunks, completion_chunks
 from omniq_api.openai_compat.streaming import streamed
 from omniq_api.services import Live
@@ -47,14 +49,24 @@ async def chat(request: Request, services: Live, body: ChatRequest) -> Response:
     """
     model = mapping.find_model(body.model)
     _needs_text(model)
+    speaks = chat_audio.wants_audio(body, model)
     submission = mapping.of_chat(body, model)
+    submission = replace(submission, outputs=chat_audio.outputs_of(model, audio=speaks))
     jobs = await running.submitted(services, [submission], stream=body.stream)
     if body.stream:
         stream = JobStream(services, jobs[0], model, submission)
-        chunks = chat_chunks(stream, include_usage=body.include_usage)
+        spoken = SpokenJob(services, jobs[0], model, submission) if speaks else None
+        chunks = chat_chunks(stream, spoken, include_usage=body.include_usage)
         return await streamed(request, services, jobs, chunks)
     records = await running.finished(request, services, jobs, [submission])
-    return running.answer(answers.chat_completion(records[0], model)) if records else running.gone()
+    if not records:
+        return running.gone()
+    answer = answers.chat_completion(records[0], model)
+    if speaks:
+        said = answer["choices"][0]["message"]
+        form, text = chat_audio.form_of(body), said["content"] or ""
+        said["audio"] = await chat_audio.message(services, records[0], model, form, text)
+    return running.answer(answer)
 
 
 @router.post(

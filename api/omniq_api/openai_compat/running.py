@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import orjson
 from fastapi import Request, Response
 
-from omniq.errors import BrokerUnavailable, InvalidRequest, JobNotFound
+from omniq.errors import InvalidRequest
 from omniq.jobs.model import JobRecord, JobState
 from omniq.submit import submit
 from omniq_api.openai_compat import answers, mapping
 from omniq_api.openai_compat.faults import SERVER, OpenAIError
 from omniq_api.openai_compat.mapping import Submission
 from omniq_api.services import Services
-from omniq_api.waiting import ClientGone, unless_gone
-
-logger = logging.getLogger("omniq.api")
+from omniq_api.waiting import ClientGone, give_up, unless_gone
 
 
 async def submitted(
@@ -27,8 +24,9 @@ async def submitted(
 ) -> list[JobRecord]:
     """All jobs, or none; those that do not stream are for :func:`finished`."""
     done: list[JobRecord] = []
+    key = services.idempotency_key
     try:
-        for each in submissions:
+        for number, each in enumerate(submissions):
             done.append(
                 await submit(
                     services.store,
@@ -38,10 +36,13 @@ async def submitted(
                     metadata=each.metadata,
                     stream=stream,
                     awaited=not stream,
+                    idempotency_key=key if key is None or not number else f"{key}#{number}",
+                    webhook=services.webhook,
+                    outputs=each.outputs,
                 )
             )
-    except (InvalidRequest, BrokerUnavailable) as exc:
-        await cancel(services, done)
+    except BaseException as exc:  # whatever it was: nobody gets to know of these jobs
+        await give_up(services, done)
         if isinstance(exc, InvalidRequest):
             raise mapping.in_openai_terms(exc, each) from exc
         raise
@@ -80,16 +81,7 @@ async def finished(
         return []
     finally:
         if not done:
-            await cancel(services, jobs)
-
-
-async def cancel(services: Services, jobs: Sequence[JobRecord]) -> None:
-    """Cancel them all, for nobody waits for them any more."""
-    for job in jobs:
-        try:
-            await services.store.cancel(job.id)
-        except (BrokerUnavailable, JobNotFound) as exc:
-            logger.warning("job %s, which nobody waits for, goes on: %s", job.id, exc)
+            await give_up(services, jobs)
 
 
 def answer(body: dict[str, Any]) -> Response:

@@ -114,10 +114,27 @@ class ResponseFormat(BaseModel):
         return self
 
 
+class ChatAudio(BaseModel):
+    """How an answer is spoken."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    voice: str | None = Field(None, min_length=1, max_length=256, description="The model's own.")
+    format: Literal["wav", "pcm16", "flac", "mp3", "opus", "aac"] | None = Field(
+        None, description="Default: `wav`, of a stream `pcm16`, which has no other."
+    )
+
+
 class ChatRequest(_Generation):
     """Body of ``POST /v1/chat/completions``."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
+    modalities: list[Literal["text", "audio"]] | None = Field(
+        None,
+        min_length=1,
+        description="`[text]` (the default), or with models that speak `[text, audio]`.",
+    )
+    audio: ChatAudio | None = None
     max_completion_tokens: int | None = Field(None, strict=True)
     logprobs: bool | None = Field(None, strict=True)
     top_logprobs: int | None = Field(None, ge=0, le=20, strict=True)

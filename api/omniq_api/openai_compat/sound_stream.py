@@ -17,10 +17,11 @@ from omniq.settings import get_settings
 from omniq_api.openai_compat import answers
 from omniq_api.openai_compat.faults import SERVER, OpenAIError
 from omniq_api.openai_compat.mapping import Submission
-from omniq_api.openai_compat.stream import PATIENCE
 from omniq_api.services import Services
 
 Integers = np.ndarray[Any, np.dtype[np.int16]]
+#: Seconds between two looks at whether the server stops, where no keep-alive is wanted.
+PATIENCE = 15.0
 #: Formats of files that hold the very samples that the chunks had.
 EXACT = ("wav", "flac")
 
@@ -93,11 +94,11 @@ class SpokenJob:
         return comment_of(OutputContext.of_job(self.record.spec))
 
     def _of_event(self, event: JobEvent) -> SoundPiece | None:
-        if event.stage != self.model.stage:
+        maker, _, output = self.model.pipeline.outputs[str(self.model.audio)].source.partition(".")
+        if event.stage != maker:
             return None
         if event.type == "stage.started":
             self._said = self._next = 0
-        output = self.model.pipeline.outputs[str(self.model.audio)].source.partition(".")[2]
         if event.type != "stage.delta" or event.data["output"] != output or self._gap:
             return None
         value = event.data["value"]

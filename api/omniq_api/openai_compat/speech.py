@@ -65,6 +65,8 @@ def of_speech(body: SpeechRequest, model: ServedModel) -> Submission:
     """
     if model.audio is None:
         raise unable(model, "makes no sound", "model")
+    if model.text is not None:
+        raise unable(model, "answers; use /v1/chat/completions with modalities", "model")
     if body.response_format not in PLAIN and find_spec("av") is None:
         message = f"response_format: this server writes {' and '.join(PLAIN)} only (no PyAV)"
         raise OpenAIError(400, message, param="response_format")

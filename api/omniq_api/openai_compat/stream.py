@@ -11,15 +11,14 @@ from typing import Any
 from omniq.config.served import ServedModel
 from omniq.jobs.model import JobEvent, JobRecord, JobState
 from omniq.settings import get_settings
-from omniq_api.openai_compat import answers
+from omniq_api.openai_compat import answers, chat_audio
 from omniq_api.openai_compat.faults import SERVER, OpenAIError
 from omniq_api.openai_compat.mapping import Submission
+from omniq_api.openai_compat.sound_stream import PATIENCE, SoundEnded, SoundPiece, SpokenJob
 from omniq_api.services import Services
 
 #: Outputs of a stage that grow by text, and the field of a chat's delta each one is.
 TEXTS = {"text": "content", "reasoning": "reasoning"}
-#: Seconds between two looks at whether the server stops, where no keep-alive is wanted.
-PATIENCE = 15.0
 
 
 @dataclass
@@ -190,9 +189,12 @@ class JobStream:
 
 
 async def chat_chunks(
-    stream: JobStream, *, include_usage: bool
+    stream: JobStream, spoken: SpokenJob | None = None, *, include_usage: bool
 ) -> AsyncGenerator[dict[str, Any] | None]:
-    """Chunks of a chat completion; None when nothing has come for a while."""
+    """Chunks of a chat completion; None when nothing has come for a while.
+
+    With ``spoken`` the answer's sound comes between the pieces of its text, as both are made.
+    """
     base = {
         "id": answers.chat_id(stream.record.id),
         "object": "chat.completion.chunk",
@@ -210,15 +212,21 @@ async def chat_chunks(
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         return {**base, "choices": [choice], **usage}
 
-    async with aclosing(stream.pieces()) as pieces:
+    async with aclosing(_both(stream, spoken)) as pieces:
         async for piece in pieces:
             if piece is None:
                 yield None
+            elif isinstance(piece, SoundPiece):
+                yield chunk(0, {"audio": chat_audio.delta(stream.record, piece)})
             elif isinstance(piece, Piece):
                 delta = {piece.field: piece.value} if piece.value else {}
                 tokens = answers.chat_logprobs(list(piece.logprobs) or None, asked)
                 yield chunk(piece.index, delta, logprobs=tokens)
             else:
+                if spoken is not None:
+                    (said, *_) = answers.choices_of(piece.record, stream.model)
+                    last = {**chat_audio.head(piece.record), "transcript": said["text"]}
+                    yield chunk(0, {"audio": last})
                 for choice in answers.choices_of(piece.record, stream.model):
                     reason = answers.chat_finish_reason(choice, piece.record, stream.model)
                     yield chunk(choice["index"], {}, finish_reason=reason)
@@ -254,7 +262,7 @@ async def completion_chunks(
         }
         return {**base, "choices": [choice], **usage}
 
-    async with aclosing(_side_by_side(streams)) as pieces:
+    async with aclosing(_side_by_side([s.pieces() for s in streams])) as pieces:
         async for job, piece in pieces:
             if piece is None:
                 yield None
@@ -275,38 +283,64 @@ async def completion_chunks(
         yield {**base, "choices": [], "usage": answers.usage_of(records, model)}
 
 
+async def _both(
+    stream: JobStream, spoken: SpokenJob | None
+) -> AsyncGenerator[Piece | SoundPiece | Ended | None]:
+    """Text and sound of one job in the order in which they come, then the end.
+
+    Raises:
+        OpenAIError: the job failed.
+    """
+    sources: list[AsyncGenerator[Any]] = [stream.pieces()]
+    if spoken is not None:
+        sources.append(spoken.pieces())
+    ended: Ended | None = None
+    async with aclosing(_side_by_side(sources)) as pieces:
+        async for _, piece in pieces:
+            if isinstance(piece, Ended):
+                ended = piece
+            elif not isinstance(piece, SoundEnded):
+                yield piece
+    assert ended is not None, "a stream's pieces end with it"
+    yield ended
+
+
 async def _side_by_side(
-    streams: Sequence[JobStream],
-) -> AsyncGenerator[tuple[int, Piece | Ended | None]]:
-    """The pieces of all jobs in the order in which they come.
+    sources: Sequence[AsyncGenerator[Any]],
+) -> AsyncGenerator[tuple[int, Any]]:
+    """What all sources give in the order in which it comes, each with its source's number.
 
     Raises:
         OpenAIError: one of them failed.
     """
-    if len(streams) == 1:  # the usual case needs no tasks
-        async with aclosing(streams[0].pieces()) as pieces:
+    if len(sources) == 1:  # the usual case needs no tasks
+        async with aclosing(sources[0]) as pieces:
             async for piece in pieces:
                 yield 0, piece
         return
-    waiting: asyncio.Queue[tuple[int, Piece | Ended | Exception | None]] = asyncio.Queue()
+    waiting: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+    done = object()
 
-    async def follow(job: int, stream: JobStream) -> None:
+    async def follow(number: int, source: AsyncGenerator[Any]) -> None:
         try:
-            async with aclosing(stream.pieces()) as pieces:
+            async with aclosing(source) as pieces:
                 async for piece in pieces:
-                    waiting.put_nowait((job, piece))
+                    waiting.put_nowait((number, piece))
+            waiting.put_nowait((number, done))
         except Exception as exc:  # raised again below, where the client is
-            waiting.put_nowait((job, exc))
+            waiting.put_nowait((number, exc))
 
-    tasks = [asyncio.create_task(follow(i, s)) for i, s in enumerate(streams)]
+    tasks = [asyncio.create_task(follow(i, s)) for i, s in enumerate(sources)]
     try:
-        left = len(streams)
+        left = len(sources)
         while left:
-            job, found = await waiting.get()
+            number, found = await waiting.get()
             if isinstance(found, Exception):
                 raise found
-            left -= isinstance(found, Ended)
-            yield job, found
+            if found is done:
+                left -= 1
+            else:
+                yield number, found
     finally:
         for task in tasks:
             task.cancel()

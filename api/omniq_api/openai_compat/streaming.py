@@ -17,7 +17,7 @@ from omniq.jobs.model import JobRecord
 from omniq_api.openai_compat import running
 from omniq_api.openai_compat.faults import SERVER, OpenAIError, error_body
 from omniq_api.services import Services
-from omniq_api.waiting import ClientGone, unless_gone
+from omniq_api.waiting import ClientGone, give_up, unless_gone
 
 logger = logging.getLogger("omniq.api")
 
@@ -66,7 +66,7 @@ async def streamed(
     finally:
         if not begun:
             await chunks.aclose()
-            await running.cancel(services, jobs)
+            await give_up(services, jobs)
 
 
 async def _first(chunks: Chunks) -> Any:
@@ -95,7 +95,7 @@ class _ChunkResponse(Response):
             pass
         finally:
             if not done:
-                await running.cancel(self._services, self._jobs)
+                await give_up(self._services, self._jobs)
 
     async def _write(self, send: Send) -> bool:
         """Whether the jobs have ended well."""

@@ -30,7 +30,7 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/artifacts", tags=["jobs"])
             "content": {"image/png": {"schema": {"type": "string", "format": "binary"}}},
         },
         304: {"description": "Unchanged since the `ETag` in `If-None-Match`."},
-        **problems(404, 409, 503),
+        **problems(404, 409, 410, 503),
     },
 )
 async def get_artifact(
@@ -64,9 +64,9 @@ def artifact_response(
 
 
 def first_media(artifacts: dict[str, ArtifactInfo], outputs: list[str]) -> str | None:
-    """Name of the first picture or video, in the order of the pipeline's outputs."""
+    """Name of the first picture, video or sound, in the order of the pipeline's outputs."""
     for name in [*(o for o in outputs if o in artifacts), *artifacts]:
-        if artifacts[name].content_type.startswith(("image/", "video/")):
+        if artifacts[name].content_type.startswith(("image/", "video/", "audio/")):
             return name
     return None
 

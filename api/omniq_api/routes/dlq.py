@@ -1,4 +1,7 @@
-"""Dead letters: jobs that failed for good though nothing was wrong with their request."""
+"""Dead letters: jobs that failed for good though nothing was wrong with their request.
+
+For the operator: they are of all tenants.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pydantic import BaseModel
 from omniq.jobs.dead import DeadLetter, DeadLetters
 from omniq_api.openapi import problems
 from omniq_api.schemas import EXAMPLE_ID, JobView, job_view
-from omniq_api.services import Base, Live
+from omniq_api.services import Base, Operator
 from omniq_api.strict_json import StrictJSONRoute
 
 router = APIRouter(prefix="/v1/dlq", tags=["dead letters"], route_class=StrictJSONRoute)
@@ -24,16 +27,16 @@ class DeadLetterList(BaseModel):
     dead_letters: list[DeadLetter]
 
 
-@router.get("", summary="List dead letters", responses=problems(422, 503))
+@router.get("", summary="List dead letters", responses=problems(403, 422, 503))
 async def list_letters(
-    services: Live, limit: Annotated[int, Query(ge=1, le=1000)] = 50
+    services: Operator, limit: Annotated[int, Query(ge=1, le=1000)] = 50
 ) -> DeadLetterList:
     """Jobs first, newest first; then what came by a queue and is no message."""
     return DeadLetterList(dead_letters=await DeadLetters(services.store).list(limit))
 
 
-@router.get("/{letter_id}", summary="Read a dead letter", responses=problems(404, 422, 503))
-async def get_letter(services: Live, letter_id: LetterId) -> DeadLetter:
+@router.get("/{letter_id}", summary="Read a dead letter", responses=problems(403, 404, 422, 503))
+async def get_letter(services: Operator, letter_id: LetterId) -> DeadLetter:
     """Why and where it failed, its traceback, the keys of what its stage read."""
     return await DeadLetters(services.store).get(letter_id)
 
@@ -42,9 +45,9 @@ async def get_letter(services: Live, letter_id: LetterId) -> DeadLetter:
     "/{letter_id}/retry",
     status_code=202,
     summary="Try a job again",
-    responses=problems(404, 409, 422, 503),
+    responses=problems(403, 404, 409, 422, 503),
 )
-async def retry_letter(services: Live, base: Base, letter_id: LetterId) -> JobView:
+async def retry_letter(services: Operator, base: Base, letter_id: LetterId) -> JobView:
     """From the stage that failed, or from before it if what that reads is gone; without the job's
     deadline. `409` if it holds no job, or its pipeline has changed.
     """
@@ -55,9 +58,9 @@ async def retry_letter(services: Live, base: Base, letter_id: LetterId) -> JobVi
     "/{letter_id}",
     status_code=204,
     summary="Give a dead letter up",
-    responses=problems(404, 422, 503),
+    responses=problems(403, 404, 422, 503),
 )
-async def drop_letter(services: Live, letter_id: LetterId) -> Response:
+async def drop_letter(services: Operator, letter_id: LetterId) -> Response:
     """The job's record stays as long as that of any other job."""
     await DeadLetters(services.store).drop(letter_id)
     return Response(status_code=204)

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request, Response
 
 from omniq.config import get_pipeline
-from omniq.errors import BrokerUnavailable, InvalidRequest, JobFailed
+from omniq.errors import InvalidRequest, JobFailed
 from omniq.jobs.model import JobRecord, JobState
 from omniq_api.negotiation import prefers
 from omniq_api.openapi import problems
 from omniq_api.problems import RETRY_AFTER, ProblemError
 from omniq_api.routes.artifacts import artifact_response, first_media
-from omniq_api.routes.jobs import JobBody, submit_request
+from omniq_api.routes.jobs import IdempotencyKey, JobBody, replay_headers, submit_request
 from omniq_api.schemas import JobView, artifact_url, job_urls, job_view
 from omniq_api.services import Base, Live, Services
 from omniq_api.strict_json import FORM_BODY, FilesRoute
-from omniq_api.waiting import ClientGone, wait_for_end
+from omniq_api.waiting import ClientGone, give_up, wait_for_end
 
 DEFAULT_WAIT = 300.0
 MAX_WAIT = 3600.0
 FAILED_STATUS = {JobState.FAILED: 500, JobState.CANCELLED: 409, JobState.EXPIRED: 504}
 
-logger = logging.getLogger("omniq.api")
 router = APIRouter(tags=["generate"], route_class=FilesRoute)
 
 
@@ -40,7 +38,7 @@ router = APIRouter(tags=["generate"], route_class=FilesRoute)
             "prefers that or the pipeline makes none. `X-Omniq-Job` names the job.",
             "content": {"image/png": {"schema": {"type": "string", "format": "binary"}}},
         },
-        **problems(400, 409, 413, 415, 422, 503, 504),
+        **problems(400, 409, 413, 415, 422, 429, 503, 504),
     },
 )
 async def generate(
@@ -54,18 +52,19 @@ async def generate(
         Query(gt=0, le=MAX_WAIT, allow_inf_nan=False, description="Seconds to wait at most."),
     ] = DEFAULT_WAIT,
     accept: Annotated[str, Header()] = "*/*",
+    idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """Submit a job, wait for its end and answer with what it made.
 
-    A client that disconnects cancels its job. When the time is over the job goes on, and the
-    answer (504) says where.
+    A client that disconnects cancels its job, unless it has an `Idempotency-Key`. When the time is
+    over the job goes on, and the answer (504) says where.
     """
     record = await submit_request(services, body, awaited=True)
-    job_id = record.id
+    job_id, replayed = record.id, replay_headers(record)
     try:
         record = await wait_for_end(services, request.receive, job_id, wait)
     except ClientGone:
-        await _cancel(services, job_id)
+        await give_up(services, [record])
         return Response(status_code=204)
     urls = job_urls(base, job_id)
     if not record.state.final:
@@ -82,7 +81,7 @@ async def generate(
             state=record.state,
             job=urls.self,
         )
-    headers = {"x-omniq-job": job_id, "vary": "accept"}
+    headers = {"x-omniq-job": job_id, "vary": "accept", **replayed}
     media = first_media(record.artifacts, list(get_pipeline(record.spec.pipeline).outputs))
     if media and prefers(accept, record.artifacts[media].content_type, "application/json"):
         data, info = await services.store.get_artifact(job_id, media)
@@ -112,10 +111,3 @@ def _unfinished(services: Services, record: JobRecord, url: str, waited: float) 
         state=record.state,
         job=url,
     )
-
-
-async def _cancel(services: Services, job_id: str) -> None:
-    try:
-        await services.store.cancel(job_id)
-    except BrokerUnavailable as exc:
-        logger.warning("job %s, whose client has gone, could not be cancelled: %s", job_id, exc)

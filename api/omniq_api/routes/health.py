@@ -14,7 +14,7 @@ from omniq.settings import get_settings
 from omniq_api.openapi import problems
 from omniq_api.readiness import readiness_view
 from omniq_api.schemas import HealthView, ReadinessView
-from omniq_api.services import Live
+from omniq_api.services import Live, Operator
 
 router = APIRouter(tags=["system"])
 
@@ -54,12 +54,12 @@ async def ready(response: Response, services: Live) -> ReadinessView:
     return view
 
 
-@router.get("/v1/workers", summary="List workers", responses=problems(422, 503))
+@router.get("/v1/workers", summary="List workers", responses=problems(403, 422, 503))
 async def list_workers(
-    services: Live, pipeline: Annotated[str | None, Query(max_length=64)] = None
+    services: Operator, pipeline: Annotated[str | None, Query(max_length=64)] = None
 ) -> WorkerList:
     """Every worker that is alive: stage, state, devices, load, blobs, last log lines; and which
-    store each edge between their stages uses.
+    store each edge between their stages uses. For the operator: tenants' keys may not.
     """
     workers = await services.workers.all(pipeline)
     return WorkerList(workers=workers, edges=stores_in_use(workers))

@@ -82,6 +82,14 @@ JobBody = Annotated[
         }
     ),
 ]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        description="A request that comes again with the same key and content is answered with the "
+        "job of the first one; with other content, 409. 1 to 255 printable ASCII characters.",
+    ),
+]
 ACCEPTED: dict[int | str, dict[str, Any]] = {
     200: {"model": JobView, "description": "Ended within `wait`."},
     202: {
@@ -101,10 +109,13 @@ async def submit_request(
         pipeline=body.pipeline,
         inputs=body.input,
         parameters=body.parameters,
-        priority=body.priority,
+        priority=body.priority if "priority" in body.model_fields_set else None,
         timeout=body.timeout,
         metadata=body.metadata,
         awaited=awaited,
+        idempotency_key=services.idempotency_key,
+        webhook=body.webhook or services.webhook,
+        outputs=body.outputs,
     )
 
 
@@ -119,12 +130,17 @@ async def _plain_body(request: StrictJSONRequest) -> JobRequest | None:
         return None
 
 
+def replay_headers(record: JobRecord) -> dict[str, str]:
+    """What a client is told if the job is that of an earlier request with its key."""
+    return {"idempotent-replayed": "true"} if record.replayed else {}
+
+
 def _job_response(record: JobRecord, base: str) -> Response:
     view = job_view(record, base)
     return Response(
         view.model_dump_json(),
         200 if record.state.final else 202,
-        {"location": view.urls.self},
+        {"location": view.urls.self, **replay_headers(record)},
         "application/json",
     )
 
@@ -135,7 +151,7 @@ def _job_response(record: JobRecord, base: str) -> Response:
     summary="Submit a job",
     openapi_extra=FORM_BODY,
     response_model=JobView,
-    responses={**ACCEPTED, **problems(400, 413, 415, 422, 503)},
+    responses={**ACCEPTED, **problems(400, 409, 413, 415, 422, 429, 503)},
 )
 async def create_job(
     *,
@@ -144,14 +160,16 @@ async def create_job(
     base: Base,
     body: JobBody,
     wait: Wait = 0.0,
+    idempotency_key: IdempotencyKey = None,
 ) -> Response:
     """Accept a job and answer at once, or, with `wait`, when it has ended or the time is over."""
     record = await submit_request(services, body, awaited=bool(wait))
     if wait:
         try:
-            record = await wait_for_end(services, request.receive, record.id, wait)
+            ended = await wait_for_end(services, request.receive, record.id, wait)
         except ClientGone:
             return Response(status_code=202)
+        record = ended.model_copy(update={"replayed": record.replayed})
     return _job_response(record, base)
 
 
@@ -175,7 +193,7 @@ async def list_jobs(services: Live, base: Base, query: Annotated[JobQuery, Query
     "/{job_id}",
     summary="Read or await a job",
     response_model=JobView,
-    responses=problems(404, 422, 503),
+    responses=problems(404, 410, 422, 503),
 )
 async def get_job(
     request: Request, services: Live, base: Base, job_id: JobId, wait: Wait = 0.0
@@ -209,7 +227,7 @@ async def get_job(
             },
         },
         204: {"description": "The job has ended and nothing follows `Last-Event-ID`."},
-        **problems(404, 422, 503),
+        **problems(404, 410, 422, 503),
     },
 )
 async def watch_job(
@@ -245,7 +263,7 @@ async def _with_first(
 @router.post(
     "/{job_id}/cancel",
     summary="Cancel a job",
-    responses=problems(404, 503),
+    responses=problems(404, 410, 503),
 )
 async def cancel_job(services: Live, base: Base, job_id: JobId) -> JobView:
     """Stop the job: a queued one at once, a running one as soon as its stage notices.

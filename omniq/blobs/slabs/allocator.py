@@ -19,6 +19,8 @@ from omniq.blobs.slabs.layout import Names
 from omniq.blobs.slabs.owner import Extent, OwnerLock, Slot
 from omniq.errors import BlobTooLarge, StoreFull
 
+#: So many live slots are looked at one by one, more of them by numpy.
+_FEW = 32
 #: A free slot up to so many times the fitting size is used before a blob is refused for the cap.
 _BORROW_UP_TO = 4
 
@@ -105,6 +107,11 @@ class Allocator:
     def _collect(self) -> None:
         """Notice what other processes have freed."""
         self._bell_heard = self._bell[0]
+        if len(self._live) <= _FEW:
+            for slot in list(self._live.values()):
+                if slot.freed:
+                    self._retire(slot)
+            return
         for extent in self._extents.values():
             if (rung := extent.bell()) != extent.bell_heard:
                 extent.bell_heard = rung

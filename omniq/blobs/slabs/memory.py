@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import resource
+import sys
 
 from omniq.blobs.slabs.layout import PAGE
 from omniq.errors import StoreFull
@@ -23,9 +24,13 @@ MAP_NORESERVE = 0x4000
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 _CHUNK = 16 << 20
 
-# Bits of an entry of /proc/<pid>/pagemap (Documentation/admin-guide/mm/pagemap.rst).
-_HAS_PAGE = 3 << 62  # present, swapped
-_OF_FILE = 1 << 61
+# An entry of /proc/<pid>/pagemap has 8 bytes, of which the highest tells what a page is
+# (Documentation/admin-guide/mm/pagemap.rst).
+_ENTRY, _HIGHEST = 8, 7 if sys.byteorder == "little" else 0
+_HAS_PAGE = 3 << 6  # present, swapped
+_OF_FILE = 1 << 5
+#: Values of that byte of a page that is not there, or the file's.
+_NO_COPY = bytes(byte for byte in range(256) if not byte & _HAS_PAGE or byte & _OF_FILE)
 
 
 def reserve(fd: int, size: int) -> None:
@@ -85,14 +90,26 @@ def drop_private_copies(mapping: mmap.mmap, base: int, start: int, size: int) ->
 
 
 def _has_private_copies(start: int, size: int) -> bool:
-    import numpy as np  # noqa: PLC0415 - to import the package needs none
-
-    try:
-        fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:  # some sandboxes have none; to drop all pages is then right, if slower
+    if _pagemap is None:  # some sandboxes have none; to drop all pages is then right, if slower
         return True
+    pages = os.pread(_pagemap, size // PAGE * _ENTRY, start // PAGE * _ENTRY)
+    return bool(pages[_HIGHEST::_ENTRY].translate(None, _NO_COPY))
+
+
+def _open_pagemap() -> int | None:
     try:
-        pages = np.frombuffer(os.pread(fd, size // PAGE * 8, start // PAGE * 8), np.uint64)
-    finally:
-        os.close(fd)
-    return bool(((pages & np.uint64(_HAS_PAGE) != 0) & (pages & np.uint64(_OF_FILE) == 0)).any())
+        return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _in_forked_child() -> None:
+    """What the parent opened tells of the parent's memory."""
+    global _pagemap  # noqa: PLW0603 - of the process
+    if _pagemap is not None:
+        os.close(_pagemap)
+    _pagemap = _open_pagemap()
+
+
+_pagemap = _open_pagemap()
+os.register_at_fork(after_in_child=_in_forked_child)

@@ -12,9 +12,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import secrets
 import sys
 import threading
+import time
 import weakref
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from omniq.errors import BlobCorrupt, BlobError, BlobNotFound
 #: The array over a slot that every view of its blob keeps alive.
 Holder: TypeAlias = "ctypes.Array[ctypes.c_char]"
 
-#: Mapped extents that are kept for the next blob; each costs two file descriptors.
+#: Mapped extents that are kept for the next blob; each costs up to three file descriptors.
 MAX_MAPPED = 128
 
 
@@ -49,8 +49,16 @@ class _Mapped:
     pins: dict[int, list[int]] = field(default_factory=dict)
     #: Whether its pages were faulted in.
     populated: bool = False
-    #: No longer kept for other blobs; its descriptor is closed with the last pin.
+    #: No longer kept for other blobs; its descriptors are closed with the last pin.
     retired: bool = False
+    #: Of its owner's doorbell, from the first blob on that is freed here.
+    bell_fd: int = -1
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        os.close(self.fd)
+        if self.bell_fd >= 0:
+            os.close(self.bell_fd)
 
 
 #: What a dying holder leaves.
@@ -115,24 +123,23 @@ class Readers:
                 line = layout.line(slot)
                 _store(mapped.fd, line + layout.FREED, mapped.words[line + layout.LIVE])
                 self._unpin(mapped, slot, viewed=False)
-                _store(mapped.fd, layout.WORD_BELL, secrets.randbits(64))
+                _store(mapped.fd, layout.WORD_BELL, _chime())
+                self._ring(mapped)
         except BlobNotFound:
             return False
         finally:
             if self._dropped:
                 self._drain()
-        self._ring(mapped.name.partition(".")[0])
         return True
 
-    def _ring(self, token: str) -> None:
-        try:
-            fd = os.open(self._names.lock(token), os.O_WRONLY | os.O_CLOEXEC)
-        except FileNotFoundError:  # the owner left; the sweep looks at FREED
-            return
-        try:
-            _store(fd, 0, secrets.randbits(64))
-        finally:
-            os.close(fd)
+    def _ring(self, mapped: _Mapped) -> None:
+        if mapped.bell_fd < 0:
+            lock = self._names.lock(mapped.name.partition(".")[0])
+            try:
+                mapped.bell_fd = os.open(lock, os.O_WRONLY | os.O_CLOEXEC)
+            except FileNotFoundError:  # the owner left; the sweep looks at FREED
+                return
+        _store(mapped.bell_fd, 0, _chime())
 
     # -- pins --------------------------------------------------------------------------------
 
@@ -166,18 +173,19 @@ class Readers:
         if pins[0]:
             return
         del mapped.pins[slot]
-        # Each private copy was a page fault. A process that computes has others, one that only
-        # copies to a device has none.
-        self._faults = memory.page_faults()
-        if viewed and self._faults != pins[1]:
-            start = mapped.data_start + slot * mapped.slot_bytes
-            try:
-                memory.drop_private_copies(mapped.map, mapped.address, start, mapped.slot_bytes)
-            except OSError:  # such as memory that mlockall() holds: this mapping is spoilt
-                self._retire(mapped)
+        if viewed:
+            # Each private copy was a page fault. A process that computes has others, one that only
+            # copies to a device has none.
+            self._faults = memory.page_faults()
+            if self._faults != pins[1]:
+                start = mapped.data_start + slot * mapped.slot_bytes
+                try:
+                    memory.drop_private_copies(mapped.map, mapped.address, start, mapped.slot_bytes)
+                except OSError:  # such as memory that mlockall() holds: this mapping is spoilt
+                    self._retire(mapped)
         locks.drop(mapped.fd, slot)
         if mapped.retired and not mapped.pins:
-            os.close(mapped.fd)
+            mapped.close()
 
     def _holder_died(self, ref: weakref.ref[Any]) -> None:
         self._let_go(self._holders.pop(id(ref))[1])
@@ -244,7 +252,7 @@ class Readers:
 
     def _unmap(self, mapped: _Mapped) -> None:
         if not mapped.pins:
-            os.close(mapped.fd)
+            mapped.close()
         self._retire(mapped)
 
     def _forget_oldest(self) -> None:
@@ -286,12 +294,19 @@ class Readers:
         self._dropped.clear()
         self._holders.clear()
         for mapped in self._mapped.values():
-            os.close(mapped.fd)
+            mapped.close()
         self._mapped.clear()
 
 
 def _store(fd: int, word: int, value: int) -> None:
     os.pwrite(fd, value.to_bytes(8, sys.byteorder), word * 8)
+
+
+def _chime() -> int:
+    """What a bell has not said before: of two who ring in the same nanosecond both have freed what
+    they ring for already, so hearing one of them is enough.
+    """
+    return time.monotonic_ns()
 
 
 def _not_found(place: str) -> BlobNotFound:

@@ -117,7 +117,10 @@ class SlabStore(BlobStore):
 
     def delete(self, ref: BlobRef) -> bool:
         """Free a blob of any process; its slot is reused once nobody reads it."""
-        place = ref.place or ""
+        return self.free(ref.place or "")
+
+    def free(self, place: str) -> bool:
+        """As :meth:`delete`, of the blob at ``place``."""
         return self._allocator.free(place) or self._readers.free(place)
 
     def own(self) -> list[BlobRef]:

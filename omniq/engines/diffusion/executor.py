@@ -92,6 +92,7 @@ class DiffusersPipelineExecutor(Engine):
         await super().unload()
         if self.part is not None:
             self.part.close()
+            del self._sleeper  # it holds the weights
         self.part = None
         # Modules and their hooks refer to each other: without this the device's memory would be
         # free only when the collector comes by.

@@ -36,7 +36,7 @@ def main() -> None:
 
 @torch.no_grad()
 def _follow(pipe: Connection) -> None:
-    settings, rank, device, store, threads = pickle.loads(pipe.recv_bytes())
+    settings, rank, device, store, threads = pickle.loads(pipe.recv_bytes())  # nosec B301 # leader
     stage = OmniStageConfig.model_validate(settings)
     config = Parallel.of(stage)
     assert config is not None, "only parallel stages have followers"
@@ -56,7 +56,7 @@ def _follow(pipe: Connection) -> None:
     parallelize(models, config, device, stage.engine_args.get("attention_backend"))
     leads = rank % config.branch == 0
     while True:
-        kind, *given = pickle.loads(pipe.recv_bytes())
+        kind, *given = pickle.loads(pipe.recv_bytes())  # nosec B301 # leader
         if kind == "drop":
             cache.drop(*given)
             continue

@@ -228,7 +228,7 @@ class Group:
         try:
             if not pipe.poll(seconds):
                 raise EngineDead(f"rank {rank} did not answer within {seconds:g} s")
-            answer = pickle.loads(pipe.recv_bytes())
+            answer = pickle.loads(pipe.recv_bytes())  # nosec B301 # an own process
         except (EOFError, OSError) as exc:
             raise self._dead(rank) from exc
         if isinstance(answer, Fault) and answer.kind == ConfigError.__name__:

@@ -13,6 +13,7 @@ from omniq.engines.diffusion.batch import CallForm
 # Names that diffusers' transformer configs use for the width of the text condition.
 _EMBED_DIMS = (
     "cap_feat_dim", "joint_attention_dim", "cross_attention_dim", "caption_channels", "text_dim",
+    "text_embed_dim",
 )  # fmt: skip
 NEGATIVE = "negative_"
 EXAMPLE_TOKENS = 8

@@ -1,4 +1,4 @@
-"""Images and sound in a request, as vLLM's multimodal models take them."""
+"""Images, sound and videos in a request, as vLLM's multimodal models take them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,40 @@ import binascii
 import io
 import wave
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
 
+from omniq.config.pipeline import InputConfig
 from omniq.engines.base import StageInput
 from omniq.errors import InputTooLarge, InvalidRequest
+from omniq.inputs.decoding import check_sound
 from omniq.inputs.pictures import FORMATS as PICTURES
 from omniq.inputs.pictures import read_file
+from omniq.inputs.sounds import sound_of
+from omniq.inputs.videos import frames_of
 from omniq.settings import get_settings
 
 #: Input names of a stage that carry media, and vLLM's name of the kind.
-INPUTS = {"image": "image", "images": "image", "audio": "audio"}
+INPUTS = {"image": "image", "images": "image", "audio": "audio", "video": "video"}
 #: Content parts that are media, and vLLM's name of the kind.
-PARTS = {"image_url": "image", "input_audio": "audio"}
+PARTS = {
+    "image_url": "image",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "video_url": "video",
+}
+#: What ``input_audio`` may say it holds; what it does hold is looked at.
+SOUNDS = ("wav", "mp3", "flac", "ogg", "opus", "aac")
 #: Pictures that messages may hold, as in OpenAI's API.
 FORMATS = (*PICTURES, "GIF")
 DEFAULT_SAMPLE_RATE = 16_000
+#: Of a video in messages, frames of a second that are taken, and how many at most.
+FPS, MOST_FRAMES = 2.0, 256
 
 Media = dict[str, list[Any]]
 
@@ -33,36 +48,66 @@ Media = dict[str, list[Any]]
 def of_inputs(inputs: Mapping[str, StageInput]) -> Media:
     """Media that stages before have made.
 
-    Images are uint8 ``[H, W, 3]`` tensors, any number in one input; audio is one float tensor
-    ``[samples]`` with ``{"sample_rate": hertz}`` as the input's value.
+    Images are uint8 ``[H, W, 3]`` tensors, audio is float tensors ``[samples]``, videos are uint8
+    ``[frames, H, W, 3]``, any number in one input. The input's value says of sounds the
+    ``sample_rate`` (hertz) and of videos the ``fps``: an object, or a list of one for each.
 
     Raises:
         InvalidRequest: a tensor is nothing of that kind.
     """
     found: Media = {}
     for name, kind in INPUTS.items():
-        for key, tensor in inputs[name].tensors.items() if name in inputs else ():
-            array = tensor.cpu().numpy()
+        tensors = inputs[name].tensors if name in inputs else {}
+        for i, (key, tensor) in enumerate(tensors.items()):
+            array, facts = tensor.cpu().numpy(), _facts(inputs[name].value, i)
             if kind == "image":
                 if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
                     raise bad(name, f"{key!r} must be uint8 [H, W, 3], is {_form(array)}")
                 found.setdefault(kind, []).append(Image.fromarray(array))
+            elif kind == "video":
+                if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3:
+                    raise bad(name, f"{key!r} must be uint8 [frames, H, W, 3], is {_form(array)}")
+                found.setdefault(kind, []).append(_video(array, facts.get("fps")))
             else:
                 if array.dtype.kind != "f" or array.ndim != 1:
                     raise bad(name, f"{key!r} must be float [samples], is {_form(array)}")
-                value = inputs[name].value
-                rate = value.get("sample_rate") if isinstance(value, dict) else None
-                found.setdefault(kind, []).append(
-                    (array.astype(np.float32), float(rate or DEFAULT_SAMPLE_RATE))
-                )
+                rate = facts.get("sample_rate") or DEFAULT_SAMPLE_RATE
+                found.setdefault(kind, []).append((array.astype(np.float32), float(rate)))
     return found
+
+
+def _facts(value: Any, index: int) -> Mapping[str, Any]:
+    if isinstance(value, list) and index < len(value):
+        value = value[index]
+    return value if isinstance(value, dict) else {}
+
+
+def _video(frames: np.ndarray, fps: float | None) -> tuple[np.ndarray, dict[str, Any]]:
+    """Frames and what vLLM is told of them: they are all to be used."""
+    rate = fps or FPS
+    about = {
+        "fps": rate,
+        "duration": len(frames) / rate,
+        "total_num_frames": len(frames),
+        "frames_indices": list(range(len(frames))),
+        "video_backend": "pyav",
+        "do_sample_frames": False,
+    }
+    return frames, about
+
+
+def with_parts(content: Any, found: Media) -> list[dict[str, Any]]:
+    """A message's content with a part for each of the media before it."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    return [{"type": kind} for kind, items in found.items() for _ in items] + parts
 
 
 def of_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], Media]:
     """Chat messages for a chat template, and the media that were in them, in order.
 
-    Content parts are those of OpenAI's API: ``text``, ``image_url`` with a ``data:`` URL, and
-    ``input_audio`` with base64 WAV. Nothing is fetched from a network.
+    Content parts are those of OpenAI's API, ``text``, ``image_url`` and ``input_audio``, and those
+    of vLLM's server, ``audio_url`` and ``video_url``; URLs are ``data:`` URLs. Nothing is fetched
+    from a network here.
 
     Raises:
         InvalidRequest: a part is of another type, or cannot be decoded.
@@ -121,36 +166,59 @@ def _part(part: Any, media: Media) -> dict[str, Any]:
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     if kind == "image_url":
-        url = part.get("image_url")
-        url = url.get("url") if isinstance(url, dict) else url
-        media.setdefault("image", []).append(_image(url))
+        media.setdefault("image", []).append(_image(part))
         return {"type": "image"}
     if kind == "input_audio":
         sound = part.get("input_audio")
         media.setdefault("audio", []).append(_audio(sound if isinstance(sound, dict) else {}))
         return {"type": "audio"}
-    raise bad(
-        "messages", f"a content part is text, image_url or input_audio, not {str(part)[:80]!r}"
-    )
+    if kind == "audio_url":
+        data = _of_url(part, kind)
+        media.setdefault("audio", []).append(_sound(data, kind))
+        return {"type": "audio"}
+    if kind == "video_url":
+        data = _of_url(part, kind)
+        spec = InputConfig(
+            type="video", fps=FPS, max_frames=MOST_FRAMES, max_seconds=MOST_FRAMES / FPS
+        )
+        most = get_settings().redis_blob_max_bytes
+        with _within(kind, "video"):
+            media.setdefault("video", []).append(_video(*frames_of(data, kind, spec, most)))
+        return {"type": "video"}
+    kinds = ", ".join(["text", *PARTS])
+    raise bad("messages", f"a content part is one of {kinds}, not {str(part)[:80]!r}")
 
 
-def _image(url: Any) -> Image.Image:
+def _of_url(part: Mapping[str, Any], kind: str) -> bytes:
+    """The file in a part's ``data:`` URL."""
+    url = part.get(kind)
+    url = url.get("url") if isinstance(url, dict) else url
     if not isinstance(url, str) or url[:5].lower() != "data:":
-        raise bad("messages", "image_url must be a data: URL; nothing is fetched from a network")
+        raise bad("messages", f"{kind} must be a data: URL; nothing is fetched from a network")
     header, _, data = url.partition(",")
     if not header.lower().endswith(";base64"):
-        raise bad("messages", "image_url must be base64")
+        raise bad("messages", f"{kind} must be base64")
+    return _decoded(data)
+
+
+@contextmanager
+def _within(part: str, what: str) -> Iterator[None]:
+    """What is wrong with the file of a part, as an error of the messages."""
     try:
-        return read_file(
-            _decoded(data), "image_url", get_settings().max_image_pixels, _as_vllm, FORMATS
-        )
+        yield
     except InputTooLarge as exc:
         raise bad("messages", exc.message) from exc
     except InvalidRequest as exc:
-        if exc.fields[0]["field"] != "image_url":
+        if exc.fields[0]["field"] != part:
             raise
         fault = exc.fields[0]["message"]
-        raise bad("messages", f"image_url holds no image that can be read: {fault}") from exc
+        raise bad("messages", f"{part} holds no {what} that can be read: {fault}") from exc
+
+
+def _image(part: Mapping[str, Any]) -> Image.Image:
+    data = _of_url(part, "image_url")
+    with _within("image_url", "image"):
+        return read_file(data, "image_url", get_settings().max_image_pixels, _as_vllm, FORMATS)
 
 
 def _as_vllm(image: Image.Image) -> Image.Image:
@@ -165,16 +233,31 @@ def _as_vllm(image: Image.Image) -> Image.Image:
 
 
 def _audio(sound: Mapping[str, Any]) -> tuple[np.ndarray, float]:
-    if sound.get("format") != "wav" or not isinstance(sound.get("data"), str):
-        raise bad("messages", "input_audio needs format 'wav' and base64 data")
+    form, data = sound.get("format"), sound.get("data")
+    if form not in SOUNDS or not isinstance(data, str):
+        raise bad(
+            "messages",
+            f"input_audio needs format {' or '.join(map(repr, SOUNDS))}, and base64 data",
+        )
+    return _sound(_decoded(data), "input_audio")
+
+
+def _sound(data: bytes, part: str) -> tuple[np.ndarray, float]:
+    """Samples and their rate; 16-bit WAV files need no PyAV."""
+    if data[:4] != b"RIFF" or find_spec("av") is not None:
+        with _within(part, "sound"):
+            samples, rate = sound_of(data, part)
+        return samples, float(rate)
     try:
-        with wave.open(io.BytesIO(_decoded(sound["data"]))) as file:
+        with wave.open(io.BytesIO(data)) as file:
             width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
             frames = file.readframes(file.getnframes())
     except (wave.Error, EOFError, ValueError) as exc:
-        raise bad("messages", f"input_audio holds no WAV that can be read: {exc}") from exc
+        raise bad("messages", f"{part} holds no WAV that can be read: {exc}") from exc
     if width != 2:
-        raise bad("messages", f"input_audio must have 16 bits a sample, has {8 * width}")
+        raise bad("messages", f"{part} must have 16 bits a sample, has {8 * width}")
+    with _within(part, "sound"):
+        check_sound(channels, rate, part)
     samples = np.frombuffer(frames, np.int16, len(frames) // (2 * channels) * channels)
     return samples.reshape(-1, channels).mean(axis=1).astype(np.float32) / 32_768, float(rate)
 

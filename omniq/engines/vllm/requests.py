@@ -119,7 +119,7 @@ class PromptReader:
         self._check_media(name, media.counts(messages))  # before anything is decoded
         plain, inside = media.of_messages(messages)
         if found:  # what stages before made belongs to the last turn
-            plain[-1] = {**plain[-1], "content": _with_media(plain[-1].get("content"), found)}
+            plain[-1] = {**plain[-1], "content": media.with_parts(plain[-1].get("content"), found)}
         for kind, items in found.items():
             inside.setdefault(kind, []).extend(items)
         tools, options = params.get("tools"), params.get("chat_template_kwargs")
@@ -162,11 +162,6 @@ class PromptReader:
 
 def _tokens(name: str, ids: list[int]) -> Prompt:
     return Prompt(name, contract.names().tokens_input(ids), len(ids))
-
-
-def _with_media(content: Any, found: media.Media) -> list[dict[str, Any]]:
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-    return [{"type": kind} for kind, items in found.items() for _ in items] + parts
 
 
 def _form(tensor: torch.Tensor) -> str:

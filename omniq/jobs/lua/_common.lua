@@ -3,9 +3,11 @@
 -- most dead letters kept, retention in ms, most events kept, key prefix of the namespace ("omniq:").
 --
 -- A job hash holds: spec, state, up (stage -> stages before it), created/started/finished, error,
--- open (key of the set of unfinished jobs it is in), dead (see `bury`), "v:<output>" and "a:<artifact>" results, "w:<channel>" of who waits for its end, and per stage "<stage>|<field>". For chunk streams:
+-- dead (see `bury`), "v:<output>" and "a:<artifact>" results, "w:<channel>" of who waits for its end, and per stage "<stage>|<field>". For chunk streams:
 -- "<stage>|alive" (its lease), "<stage>|streams" (what it hands on while it runs) and
 -- "<reader>|window:<stage>" (the run of <stage> whose first window is there).
+-- For admission (_share.lua): "pipeline", "tenant", "inbytes" (of its input files), "held" (its first
+-- messages while it is held back), "hook" (whom to tell of its end).
 
 local JOB, EVENTS, BLOBS = KEYS[1], KEYS[2], KEYS[3]
 local DEAD_RETENTION = tonumber(ARGV[#ARGV - 4])
@@ -33,8 +35,12 @@ end
 -- more than all else that a script does.
 local FIELDS = {}
 local function fetch(...)
-  local names = {...}
-  for i, value in ipairs(redis.call('HMGET', JOB, ...)) do FIELDS[names[i]] = value end
+  local names = {}
+  for _, name in ipairs({...}) do
+    if FIELDS[name] == nil then names[#names + 1] = name end
+  end
+  if #names == 0 then return end
+  for i, value in ipairs(redis.call('HMGET', JOB, unpack(names))) do FIELDS[names[i]] = value end
 end
 local function get(field)
   if FIELDS[field] == nil then FIELDS[field] = redis.call('HGET', JOB, field) end
@@ -163,6 +169,8 @@ local function handed(stage)
   return found
 end
 
+-- What a job's end means to those who wait to be let in; in _share.lua.
+local give_up_place
 -- Keep a job that is about to fail as a dead letter, among the newest so many: its record stays for
 -- longer, and it can be tried again (omniq/jobs/dead.py). Details: a JSON object.
 local DEAD = PREFIX .. 'dead'
@@ -188,7 +196,6 @@ local function finalise(state, err)
     if st ~= 'succeeded' and st ~= 'failed' then sset(s, 'state', 'cancelled') end
   end
   set('state', state, 'finished', now())
-  if get('open') then redis.call('ZREM', get('open'), job_id()) end
   local data = '{}'
   if err and err ~= '' then
     set('error', err)
@@ -197,21 +204,35 @@ local function finalise(state, err)
   event('job.' .. state, nil, data)
   local dead = get('dead')
   free_blobs(dead)
-  local kept = dead and math.max(RETENTION, DEAD_RETENTION) or RETENTION
-  local waiters = {}
-  for _, field in ipairs(redis.call('HKEYS', JOB)) do
-    local kind = string.sub(field, 1, 2)
-    if kind == 'a:' then redis.call('PEXPIRE', cjson.decode(get(field)).key, kept) end
-    if kind == 'w:' then waiters[#waiters + 1] = field end
+  local retention = dead and math.max(RETENTION, DEAD_RETENTION) or RETENTION
+  local waiters, record, kept = {}, {job_id()}, {}
+  local all = redis.call('HGETALL', JOB)
+  for i = 1, #all, 2 do
+    local kind = string.sub(all[i], 1, 2)
+    if kind == 'a:' then
+      local key = cjson.decode(all[i + 1]).key
+      kept[key] = true
+      redis.call('PEXPIRE', key, retention)
+    end
+    if kind == 'w:' then
+      waiters[#waiters + 1] = all[i]
+    else
+      record[#record + 1], record[#record + 2] = all[i], all[i + 1]
+    end
   end
+  -- Files of runs that were taken over, and never named.
+  local files = redis.call('SMEMBERS', JOB .. ':files')
+  for _, key in ipairs(files) do
+    if not kept[key] then redis.call('UNLINK', key) end
+  end
+  if #files > 0 then redis.call('UNLINK', JOB .. ':files') end
   if #waiters > 0 then
     redis.call('HDEL', JOB, unpack(waiters))
-    local record = redis.call('HGETALL', JOB)
-    table.insert(record, 1, job_id())
     record = framed(record)
     for _, field in ipairs(waiters) do redis.call('PUBLISH', string.sub(field, 3), record) end
   end
-  redis.call('PEXPIRE', JOB, kept)
-  redis.call('PEXPIRE', EVENTS, kept)
-  if dead then redis.call('PEXPIRE', BLOBS, kept) end
+  redis.call('PEXPIRE', JOB, retention)
+  redis.call('PEXPIRE', EVENTS, retention)
+  if dead then redis.call('PEXPIRE', BLOBS, retention) end
+  give_up_place()
 end

@@ -15,11 +15,11 @@ local function expire_unserved()
   return true
 end
 
--- What a worker that has the task of `stage` must do with it, for the worker's record; redelivered is
--- '0' or '1'. Returns {verdict, fence, attempt, spec, outputs JSON, state}.
--- Verdicts: run | done | wait | duplicate | stop (omniq.jobs.model.Verdict).
-local function begin(stage, worker, redelivered, most)
-  fetch('state', 'spec', 'up', 'deadline', stage .. '|state', stage .. '|fence',
+-- Jobs that are held back are sent as far as there is room; in _share.lua.
+local let_go
+
+local function begin_run(stage, worker, redelivered, most)
+  fetch('state', 'spec', 'up', 'deadline', 'pipeline', stage .. '|state', stage .. '|fence',
         stage .. '|deliveries', stage .. '|attempts')
   local state = get('state')
   if not state then return {'stop', 0, 0, '', '{}', ''} end
@@ -77,6 +77,15 @@ local function begin(stage, worker, redelivered, most)
   if fence > 1 then redis.call('HDEL', JOB, stage .. '|step', stage .. '|total', stage .. '|error') end
   event('stage.started', stage, cjson.encode({attempt = attempt, worker = worker}))
   return {'run', fence, attempt, spec, '{' .. table.concat(outputs, ',') .. '}', 'running'}
+end
+
+-- What a worker that has the task of `stage` must do with it, for the worker's record; redelivered is
+-- '0' or '1'. Returns {verdict, fence, attempt, spec, outputs JSON, state}.
+-- Verdicts: run | done | wait | duplicate | stop (omniq.jobs.model.Verdict).
+local function begin(stage, worker, redelivered, most)
+  local grant = begin_run(stage, worker, redelivered, most)
+  let_go(get('pipeline'))  -- its message has left a queue
+  return grant
 end
 
 -- Messages among the arguments, from ARGV[at] on: their number, the channel of Celery's events, and

@@ -1,31 +1,127 @@
--- Accept a job: record (state queued), index, first event, and the messages that start it. Returns 1,
--- or 0 if the id exists. KEYS[4] = index of all jobs, KEYS[5] = unfinished jobs of its pipeline,
--- KEYS[6...] = queues. ARGV: spec JSON, stages
--- JSON, upstream JSON, id, created, ttl ms, deadline or '', channel of who waits for its end or '',
--- list of refs (JSON strings) of the blobs among its inputs, messages (see `messages`).
-if redis.call('EXISTS', JOB) == 1 then return 0 end
-local ttl = tonumber(ARGV[6])
+-- Accept a job: record (state queued), index, first event, and the messages that start it. Returns
+-- {'created', jobs left today or '', jobs that may come at once or '', seconds until that is all it may
+-- be or ''}, {'exists'} if the id does, {'same', job id} or {'conflict'} if its idempotency key is known,
+-- or a refusal (see `refused`).
+-- KEYS[4] = index of all jobs, KEYS[5...] = queues. ARGV: spec JSON, stages JSON, upstream JSON, id,
+-- created, ttl ms, deadline or '', channel of who waits for its end or '', list of refs (JSON strings)
+-- of the blobs among its inputs, what is asked of admission (JSON, see omniq/jobs/admission.py),
+-- messages (see `messages`).
+local id, ttl, ask = ARGV[4], tonumber(ARGV[6]), cjson.decode(ARGV[10])
+local pipeline, tenant = ask.pipeline, ask.tenant
+local named = tenant ~= ''
+
+local same = ask.idempotency and PREFIX .. 'idempotency:' .. ask.idempotency
+if same then
+  local known = redis.call('GET', same)
+  if known then
+    local print, job = string.match(known, '^(%S+) (%S+)$')
+    if redis.call('EXISTS', PREFIX .. 'job:{' .. job .. '}') == 1 then
+      return print == ask.print and {'same', job} or {'conflict'}
+    end
+  end
+end
+if redis.call('EXISTS', JOB) == 1 then return {'exists'} end
+
+-- The tenant's share: jobs at once, a day, and a second (as a token bucket, by the time at which it
+-- will be full again).
+local t = tonumber(now())
+local their_open, their_ends = tenant_key(tenant, 'open'), tenant_key(tenant, 'ends')
+local theirs = named and count_open(their_open, ttl) or 0
+local day = math.floor(t / 86400)
+local their_day, their_rate = tenant_key(tenant, 'day:' .. day), tenant_key(tenant, 'rate')
+local today, full_again, capacity
+if ask.max_jobs and theirs >= ask.max_jobs then
+  local after = wait_for_room(their_ends, theirs - ask.max_jobs + 1, theirs)
+  return refused('share', 'concurrent_jobs', ask.max_jobs, theirs, after)
+end
+if ask.daily then
+  today = tonumber(redis.call('GET', their_day) or '0')
+  if today >= ask.daily then
+    return refused('share', 'daily_jobs', ask.daily, today, (day + 1) * 86400 - t)
+  end
+end
+if ask.rate then
+  full_again = math.max(t, tonumber(redis.call('GET', their_rate) or '0')) + 1 / ask.rate
+  capacity = ask.burst / ask.rate
+  if full_again - t > capacity + 1e-6 then
+    return refused('share', 'rate', ask.rate, ask.burst, full_again - t - capacity)
+  end
+end
+
+-- The system's limits. No stage can have more jobs waiting than its pipeline has jobs.
+local open, ends = open_jobs(pipeline), ends_of(pipeline)
+local present = count_open(open, ttl)
+if present >= ask.most then
+  return refused('system', 'pipeline_jobs', ask.most, present,
+                 wait_for_room(ends, present - ask.most + 1, present))
+end
+for i, queue in ipairs(ask.queues) do
+  if present >= ask.limits[i] then
+    local _, waiting = room({queue}, 0)
+    if waiting >= ask.limits[i] then
+      return refused('system', 'waiting:' .. queue, ask.limits[i], waiting,
+                     wait_for_room(ends, waiting - ask.limits[i] + 1, waiting))
+    end
+  end
+end
+local full = no_memory(ask.watermark, #ARGV[1])
+if full then return full end
+local pool = redis.call('GET', PREFIX .. 'full:' .. pipeline)
+if pool then
+  local used, most = string.match(pool, '^(%d+)/(%d+)$')
+  return refused('system', 'shared_memory', most, used, MEMORY_WAIT)
+end
+
 local record = {'spec', ARGV[1], 'order', ARGV[2], 'up', ARGV[3], 'state', 'queued', 'created', ARGV[5],
-                'open', KEYS[5]}
+                'pipeline', pipeline}
 local function add(field, value)
   record[#record + 1] = field
   record[#record + 1] = value
 end
+if named then add('tenant', tenant) end
 if ARGV[7] ~= '' then add('deadline', ARGV[7]) end
 if ARGV[8] ~= '' then add('w:' .. ARGV[8], '') end
+if ask.hook then add('hook', ask.hook) end
+if ask.inbytes then
+  local member = id .. WINDOW .. ask.inbytes
+  local whose, sum = input_keys()
+  -- Kept for as long as the job; one whose reservation has lapsed comes back.
+  if redis.call('ZADD', whose, t + ttl / 1000, member) == 1 then redis.call('INCRBY', sum, ask.inbytes) end
+  add('inbytes', ask.inbytes)
+end
 for _, s in ipairs(cjson.decode(ARGV[2])) do add(s .. '|state', 'queued') end
 set(unpack(record))
 event('job.queued')
 redis.call('PEXPIRE', JOB, ttl)
 redis.call('PEXPIRE', EVENTS, ttl)
-local blobs = cjson.decode(ARGV[9])
-if #blobs > 0 then
-  redis.call('SADD', BLOBS, unpack(blobs))
+if ARGV[9] ~= '[]' then
+  redis.call('SADD', BLOBS, unpack(cjson.decode(ARGV[9])))
   redis.call('PEXPIRE', BLOBS, ttl)
 end
-redis.call('ZADD', KEYS[4], ARGV[5], ARGV[4])
-redis.call('ZADD', KEYS[5], now(), ARGV[4])
--- Records older than any that can still exist leave the index.
-redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', '(' .. (tonumber(ARGV[5]) - (ttl + RETENTION) / 1000))
-for _, m in ipairs(messages(10, 6)) do send(m) end
-return 1
+-- Records older than any that anybody is still told of leave the indices.
+local oldest = '(' .. (tonumber(ARGV[5]) - (ttl + RETENTION + ask.tombstones) / 1000)
+local indices = {KEYS[4], named and KEYS[4] .. ':' .. tenant or nil}
+for _, index in ipairs(indices) do
+  redis.call('ZADD', index, ARGV[5], id)
+  redis.call('ZREMRANGEBYSCORE', index, '-inf', oldest)
+end
+note_open(open, ends, present, id)
+if named then note_open(their_open, their_ends, theirs, id) end
+if same then redis.call('SET', same, ask.print .. ' ' .. id, 'PX', ask.idempotency_ttl) end
+if ask.daily then redis.call('SET', their_day, today + 1, 'EX', 2 * 86400) end
+if ask.rate then
+  redis.call('SET', their_rate, string.format('%.6f', full_again), 'PX', math.ceil((full_again - t) * 1000) + 1)
+end
+
+local posts = messages(11, 5)
+local shared = #posts > 0 and redis.call('EXISTS', PREFIX .. 'api_keys') == 1
+if shared and (redis.call('EXISTS', pen(pipeline, 'waits')) == 1
+               or present >= ask.window and room(ask.queues, ask.window) <= 0) then
+  hold_back(ask, id, posts)
+  let_go(pipeline)
+else
+  for _, m in ipairs(posts) do send(m) end
+end
+return {'created', ask.daily and tostring(ask.daily - today - 1) or '',
+        ask.rate and tostring(math.floor((capacity - (full_again - t)) * ask.rate + 1e-6)) or '',
+        ask.rate and string.format('%.3f', full_again - t) or ''}

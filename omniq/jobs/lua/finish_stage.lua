@@ -32,10 +32,9 @@ end
 
 local stage = ARGV[1]
 HOST = ARGV[8]
-local gone = cjson.decode(ARGV[9])
-if #gone > 0 then redis.call('SREM', garbage(HOST), unpack(gone)) end
+if ARGV[9] ~= '[]' then redis.call('SREM', garbage(HOST), unpack(cjson.decode(ARGV[9]))) end
 even_if_full()
-fetch('state', 'order', 'up', 'open', stage .. '|state', stage .. '|fence')
+fetch('state', 'order', 'up', stage .. '|state', stage .. '|fence')
 if get('state') ~= 'running' or not current(stage, ARGV[2]) then return {0, 0} end
 local t = now()
 local record = {stage .. '|state', 'succeeded', stage .. '|outputs', ARGV[3],
@@ -46,9 +45,8 @@ local function add(field, value)
 end
 for name, json in pairs(cjson.decode(ARGV[6])) do add('v:' .. name, json) end
 for name, json in pairs(cjson.decode(ARGV[7])) do add('a:' .. name, json) end
-local blobs = cjson.decode(ARGV[5])
-if #blobs > 0 then
-  redis.call('SADD', BLOBS, unpack(blobs))
+if ARGV[5] ~= '[]' then
+  redis.call('SADD', BLOBS, unpack(cjson.decode(ARGV[5])))
   expire_with_job(BLOBS)
 end
 local rest = false

@@ -5,6 +5,7 @@ even_if_full()
 expire_unserved()
 local state = get('state')
 if not state or FINAL[state] then return {state or ''} end
+if get('held') then return {state} end  -- its messages are in its record until it is let go
 local found = {state}
 local before_then = tonumber(now()) - tonumber(ARGV[1])
 for _, s in ipairs(stages()) do

@@ -407,6 +407,8 @@ def test_a_forked_child_neither_drops_pins_nor_owns(stores: Make, namespace: str
             mine = writer.put("j.9", filled(9, 4096))
             assert mine.place.split(".")[0] != ref.place.split(".")[0]
             assert [r.id for r in writer.own()] == ["j.9"]
+            reader.get(ref)["x"].fill_(5)  # a private copy, which goes with its only view
+            gc.collect()
             assert reader.get(ref)["x"].unique().tolist() == [7]
             writer.delete(mine)
             writer.close()

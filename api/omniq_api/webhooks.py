@@ -1,0 +1,131 @@
+"""Delivering webhooks, in the background of every process of the API (see omniq.jobs.webhooks)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from datetime import UTC, datetime
+
+import httpx
+
+from omniq.errors import BrokerUnavailable, InvalidRequest, JobNotFound
+from omniq.jobs.model import JobRecord
+from omniq.jobs.store import JobStore
+from omniq.jobs.webhooks import PAUSES, Due, Schedule, Webhook, message, signed
+from omniq.net_guard import check_url
+from omniq.settings import get_settings
+from omniq_api.schemas import job_view
+
+logger = logging.getLogger("omniq.api")
+
+AT_ONCE = 16
+LOOK = 0.5
+"""Seconds between looks at the schedule."""
+LEASE = 30.0
+"""Seconds, beyond the receiver's time, after which a delivery not settled is anybody's."""
+
+
+class Deliverer:
+    """Delivers what is due; any number of processes may, each message is one's at a time."""
+
+    def __init__(self, store: JobStore) -> None:
+        self._store, self._schedule = store, Schedule(store.redis)
+        self._flights: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Deliver until this task is cancelled; what is on its way then is sent again."""
+        silent = False
+        try:
+            while True:
+                try:
+                    await self._look()
+                    silent = False
+                except BrokerUnavailable as exc:
+                    if not silent:
+                        logger.warning("webhooks wait for the broker: %s", exc)
+                    silent = True
+                await asyncio.sleep(LOOK)
+        finally:
+            for flight in self._flights:
+                flight.cancel()
+
+    async def _look(self) -> None:
+        while room := AT_ONCE - len(self._flights):
+            lease = get_settings().webhook_timeout + LEASE
+            due = await self._schedule.claim(room, lease)
+            for each in due:
+                flight = asyncio.create_task(self._serve(each))
+                self._flights.add(flight)
+                flight.add_done_callback(self._flights.discard)
+            if len(due) < room:
+                return
+
+    async def _serve(self, due: Due) -> None:
+        """One try, and what follows from it."""
+        try:
+            fault = await self._send(due)
+            again: float | None = None
+            if fault is not None and due.tries <= len(PAUSES):
+                again = PAUSES[due.tries - 1] * (1 + random.random() / 2)
+                logger.info("webhook of job %s: %s; again in %.0f s", due.job, fault, again)
+            elif fault is not None:
+                logger.warning("webhook of job %s: %s; given up", due.job, fault)
+            await self._schedule.settle(due.job, again)
+        except BrokerUnavailable as exc:
+            logger.warning("webhook of job %s is sent again after its lease: %s", due.job, exc)
+
+    async def _send(self, due: Due) -> str | None:
+        """Why it was not delivered; None: it was, or never can be."""
+        try:
+            record = await self._store.get(due.job)
+        except JobNotFound:
+            return None
+        settings = get_settings()
+        try:
+            async with asyncio.timeout(settings.webhook_timeout):
+                return await _post(record, due.hook)
+        except TimeoutError:
+            return f"no answer within {settings.webhook_timeout:g} s"
+        except InvalidRequest as exc:
+            return exc.message
+        except httpx.HTTPError as exc:
+            return f"{type(exc).__name__}: {exc}"
+        except Exception:  # one message must not end the others, and is tried again like any
+            logger.exception("webhook of job %s could not be sent", due.job)
+            return "it could not be sent"
+
+
+async def _post(record: JobRecord, hook: Webhook) -> str | None:
+    settings = get_settings()
+    # Looked up anew each time: a name may lead elsewhere by now.
+    target = await asyncio.to_thread(
+        check_url, hook.url, allow=settings.webhook_allow, schemes=settings.webhook_schemes
+    )
+    finished = datetime.fromtimestamp(record.finished or record.spec.created, UTC).isoformat()
+    body = message(record.state.value, finished, job_view(record, "").model_dump(mode="json"))
+    headers = {
+        "host": target.host_header,
+        "content-type": "application/json",
+        "user-agent": "omniq",
+        **signed(f"{record.id}.ended", int(time.time()), body, hook.secret),
+    }
+    timeout = httpx.Timeout(settings.webhook_timeout)
+    async with (
+        httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=timeout) as client,
+        client.stream(
+            "POST",
+            target.pinned_url,
+            content=body,
+            headers=headers,
+            extensions={"sni_hostname": target.host},
+        ) as answer,
+    ):
+        # The body is left unread: nothing in it matters.
+        if answer.is_success:
+            return None
+        if answer.status_code == httpx.codes.GONE:
+            logger.info("webhook of job %s: its receiver wants no more", record.id)
+            return None
+        return f"the receiver answered {answer.status_code}"

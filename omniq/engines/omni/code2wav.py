@@ -1,0 +1,143 @@
+"""Qwen3-Omni's code2wav: frames of codes to sound by a causal transformer and convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from omniq.engines.base import Cancelled, NullEmit, StageInput, StageRequest
+from omniq.engines.faults import engine_faults
+from omniq.engines.loading import check_engine_args, loading, part_folder
+from omniq.engines.omni.vocoder import Utterance, VocoderEngine
+from omniq.engines.omni.weights import part_of
+from omniq.errors import ConfigError
+
+#: Of ``chunked_decode`` in transformers, for what nobody streams.
+WHOLE_FRAMES, CONTEXT_FRAMES = 300, 25
+#: A window of what is streamed: two seconds.
+WINDOW_FRAMES = 25
+SAMPLE_RATE = 24_000
+WARMUP_FRAMES = 2
+
+
+class Code2WavEngine(VocoderEngine):
+    """Frames of codes to a waveform.
+
+    Input ``codes``: int64 [n, groups], whole or by chunks. Output: tensor ``audio``, float32
+    [samples] in -1..1 at 24 kHz.
+
+    A request that nobody streams is decoded as ``chunked_decode`` of transformers does it: 300
+    frames at once with the 25 before them. One that is streamed is decoded by windows of
+    ``window_frames`` with ``context_frames`` before them. The convolutions give a few samples less
+    than the frames are long; a window begins where the sound of the one before has ended, so that
+    a stream lacks them once, at its end.
+
+    Engine arguments: ``window_frames``, ``context_frames``.
+    """
+
+    name = "omni-code2wav"
+    sample_rate = SAMPLE_RATE
+
+    async def load(self) -> None:
+        """Load the decoder.
+
+        Raises:
+            ConfigError: folder or engine arguments are wrong.
+        """
+        await self.in_thread(self._load)
+
+    def _load(self) -> None:
+        from transformers import Qwen3OmniMoeConfig  # noqa: PLC0415 - slow import
+        from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (  # noqa: PLC0415
+            Qwen3OmniMoeCode2Wav,
+        )
+
+        defaults = {"window_frames": WINDOW_FRAMES, "context_frames": CONTEXT_FRAMES}
+        args = {**defaults, **check_engine_args(self.stage, defaults)}
+        for name, value in args.items():
+            least = int(name == "window_frames")
+            if type(value) is not int or value < least:
+                raise ConfigError(
+                    f"stage {self.stage.stage_id!r}: engine_args.{name} must be a whole number of "
+                    f"at least {least}, got {value!r}"
+                )
+        self.window, self.context = args["window_frames"], args["context_frames"]
+        folder = part_folder(self.stage)
+        with loading(self.stage, folder):
+            config = Qwen3OmniMoeConfig.from_pretrained(folder).code2wav_config
+            weights = part_of(folder, "code2wav.")
+            dtype = next(iter(weights.values())).dtype
+            if self.stage.dtype != "auto":
+                dtype = getattr(torch, self.stage.dtype)
+            model = Qwen3OmniMoeCode2Wav._from_config(config).to(dtype).eval()
+            model.load_state_dict(weights)
+        with engine_faults(f"loading {folder}"):
+            self._model: Any = model.to(self.device)
+        self.groups = int(config.num_quantizers)
+        self.silence = self.samples_a_frame = int(model.total_upsample)
+
+    async def warmup(self) -> None:
+        """Decode a few frames."""
+        codes = torch.zeros(WARMUP_FRAMES, self.groups, dtype=torch.int64)
+        inputs = {"codes": StageInput(tensors={"codes": codes})}
+        await self.run(StageRequest("warmup", {}), inputs, NullEmit())
+
+    async def unload(self) -> None:
+        """Free the model."""
+        await super().unload()
+        self._model = None
+
+    def utterance(self, request: StageRequest) -> Utterance:
+        """See :class:`VocoderEngine`; there are no parameters."""
+        return _Windows(self) if request.stream else _Whole(self)
+
+    @torch.no_grad()
+    def sound(self, codes: torch.Tensor) -> torch.Tensor:
+        """float32 [samples] of frames [n, groups]; a few less than n times those of a frame."""
+        with engine_faults(f"stage {self.stage.stage_id!r}"):
+            made: torch.Tensor = self._model(codes.T[None].to(self.device))
+            return made.reshape(-1).float().cpu()
+
+
+class _Whole(Utterance):
+    """As ``chunked_decode``: each chunk lacks its last samples."""
+
+    def __init__(self, engine: Code2WavEngine) -> None:
+        super().__init__(engine.groups)
+        self._engine = engine
+
+    def sounds(self, *, ended: bool) -> Iterator[torch.Tensor]:
+        """See :class:`Utterance`."""
+        for begin in range(0, len(self.codes) if ended else 0, WHOLE_FRAMES):
+            if self.cancel.is_set():
+                raise Cancelled("nobody wants this run's outcome")
+            start = max(begin - CONTEXT_FRAMES, 0)
+            sound = self._engine.sound(self.codes[start : begin + WHOLE_FRAMES])
+            yield sound[(begin - start) * self._engine.samples_a_frame :].clone()
+
+
+class _Windows(Utterance):
+    """Windows that go on where the sound before them has ended."""
+
+    def __init__(self, engine: Code2WavEngine) -> None:
+        super().__init__(engine.groups)
+        self._engine = engine
+        self._begin = 0
+        self._heard = 0
+
+    def sounds(self, *, ended: bool) -> Iterator[torch.Tensor]:
+        """See :class:`Utterance`."""
+        engine = self._engine
+        while (left := len(self.codes) - self._begin) >= engine.window or (ended and left):
+            if self.cancel.is_set():
+                raise Cancelled("nobody wants this run's outcome")
+            # The frame before is looked at in any case: its last samples are still to be heard.
+            start = max(self._begin - max(engine.context, 1), 0)
+            self._begin += min(left, engine.window)
+            sound = engine.sound(self.codes[start : self._begin])
+            new = sound[self._heard - start * engine.samples_a_frame :].clone()
+            self._heard += len(new)
+            if len(new):
+                yield new

@@ -1,0 +1,81 @@
+"""What leaves a thinker for its talker: the output ``reply``, whole or by chunks.
+
+The first chunk holds ``prompt_token_ids`` (int64 [P], media expanded), ``prompt_positions``
+([3, P], the thinker's own, whole numbers of any dtype) and ``prompt_hidden_states`` ([P, hidden]);
+every chunk holds ``token_ids`` (int64 [n]) and ``hidden_states`` ([n, hidden]): row i is the state
+at the position whose logits gave token i, as of every AR engine here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from omniq.engines.base import StageInput
+from omniq.engines.inputs import refuse_input
+
+NAME = "reply"
+PROMPT = ("prompt_token_ids", "prompt_positions", "prompt_hidden_states")
+TOKENS = ("token_ids", "hidden_states")
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkerPrompt:
+    """The thinker's prompt as its talker needs it."""
+
+    ids: torch.Tensor
+    """int64 [P]."""
+    positions: torch.Tensor
+    """[3, P]."""
+    states: torch.Tensor
+    """[P, hidden]."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyPart:
+    """Some tokens of the answer; ``prompt`` comes with the first."""
+
+    ids: torch.Tensor
+    """int64 [n]."""
+    states: torch.Tensor
+    """[n, hidden]."""
+    prompt: ThinkerPrompt | None = None
+
+
+def part_of(tensors: Mapping[str, torch.Tensor]) -> ReplyPart:
+    """One chunk, or the whole.
+
+    Raises:
+        InvalidRequest: a tensor is missing.
+    """
+    if missing := [name for name in TOKENS if name not in tensors]:
+        refuse_input(NAME, f"needs {', '.join(TOKENS)}; {missing[0]} is missing")
+    prompt = None
+    if PROMPT[0] in tensors:
+        prompt = ThinkerPrompt(*(tensors[name] for name in PROMPT))
+    return ReplyPart(tensors[TOKENS[0]], tensors[TOKENS[1]], prompt)
+
+
+async def parts_of(inputs: Mapping[str, StageInput]) -> AsyncIterator[ReplyPart]:
+    """The input ``reply`` as it comes.
+
+    Raises:
+        InvalidRequest: there is none, or it does not begin with the prompt.
+    """
+    if NAME not in inputs:
+        refuse_input(NAME, f"missing; the stage got: {', '.join(inputs) or 'nothing'}")
+    given, first = inputs[NAME], True
+    if given.chunks is None:
+        yield _checked(part_of(given.tensors), first)
+        return
+    async for chunk in given.chunks:
+        yield _checked(part_of(chunk.tensors), first)
+        first = False
+
+
+def _checked(part: ReplyPart, first: bool) -> ReplyPart:
+    if first and part.prompt is None:
+        refuse_input(NAME, f"must begin with {', '.join(PROMPT)}")
+    return part

@@ -1,0 +1,508 @@
+"""The talker of an omni model: the thinker's states in, codes of speech out."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import importlib
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from omniq.engines.base import Emit, Engine, NullEmit, StageInput, StageOutput, StageRequest
+from omniq.engines.batch_cache import BatchCache, can_batch
+from omniq.engines.faults import engine_faults
+from omniq.engines.inputs import refuse_input
+from omniq.engines.loading import check_engine_args, loading, part_folder, torch_dtype
+from omniq.engines.omni import reply
+from omniq.engines.omni.families import family_of
+from omniq.engines.omni.reply import ReplyPart, ThinkerPrompt, parts_of
+from omniq.engines.omni.speakers import Speakers
+from omniq.engines.sampling import Sampler, Sampling
+from omniq.errors import ConfigError, OmniqError
+
+ENGINE_ARGS = frozenset({"attn_implementation", "stream_tokens", "max_model_len"})
+#: Codes of a chunk.
+STREAM_TOKENS = 12
+WARMUP_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TalkerPrompt:
+    """What the first forward pass gets."""
+
+    embeds: torch.Tensor
+    """[n, hidden] of the talker."""
+    positions: torch.Tensor
+    """int64 [3, n]."""
+
+
+class TalkerReply(Protocol):
+    """The thinker's answer as rows of which the talker takes one a step."""
+
+    def push(self, part: ReplyPart) -> torch.Tensor:
+        """The rows that ``part`` completes: [n, hidden of the thinker]."""
+
+    def end(self) -> torch.Tensor:
+        """The rows behind the last one: [n, hidden]; the last of them repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class TalkerStep:
+    """What one request brings to a step."""
+
+    code: int
+    """Its newest."""
+    state: torch.Tensor
+    """[hidden]: the last state of the pass that gave the code."""
+    row: torch.Tensor
+    """[1, hidden of the thinker]: the answer's row."""
+    sampler: Sampler
+
+
+class Talker(abc.ABC):
+    """A family's talker: its model, and what goes in and comes out at each step.
+
+    Attributes:
+        model: the decoder; takes ``inputs_embeds``, ``position_ids`` int64 [3, rows, n],
+            ``attention_mask`` and ``past_key_values``, gives ``last_hidden_state``.
+        config: with ``max_position_embeddings``.
+        ends: codes that end the speech.
+        seen: codes that the repetition penalty takes for said before.
+        groups: codes of a frame; with more than one, the others are made in the step behind, so
+            that a code without one makes no frame.
+        speakers: the voices.
+        thinker_size: width of the thinker's states.
+        example: ids of a prompt to warm up with.
+    """
+
+    model: Any
+    config: Any
+    ends: tuple[int, ...]
+    seen: tuple[int, ...]
+    speakers: Speakers
+    thinker_size: int
+    example: tuple[int, ...] = (0, 0)
+    groups: int = 1
+
+    @abc.abstractmethod
+    def prompt(self, prompt: ThinkerPrompt, first: torch.Tensor, speaker: str) -> TalkerPrompt:
+        """The first pass; ``first`` [1, hidden] is the answer's first row."""
+
+    @abc.abstractmethod
+    def reply(self) -> TalkerReply:
+        """The answer of one request, before anything of it is there."""
+
+    @abc.abstractmethod
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, codes] of ``states`` [rows, hidden]."""
+
+    @abc.abstractmethod
+    def step(self, steps: list[TalkerStep]) -> tuple[torch.Tensor, list[list[int]]]:
+        """What the next pass gets, [rows, hidden]; and the frames that the newest codes begin."""
+
+
+@dataclass(eq=False, slots=True)
+class Speech:
+    """One request in progress: a row of the batch."""
+
+    budget: int
+    sampler: Sampler
+    speaker: str
+    reply: TalkerReply
+    emit: Emit
+    done: asyncio.Future[None]
+    deterministic: bool = False
+    #: Parts of the answer that have come and are not rows yet, and whether it has ended.
+    inbox: deque[ReplyPart] = field(default_factory=deque)
+    ended: bool = False
+    prompt: ThinkerPrompt | None = None
+    rows: deque[torch.Tensor] = field(default_factory=deque)
+    closed: bool = False
+    """The rows behind the last one are among the rows."""
+    shift: int = 0
+    codes: list[int] = field(default_factory=list)
+    #: [hidden], of the pass that gave the newest code.
+    state: torch.Tensor | None = None
+    frames: list[list[int]] = field(default_factory=list)
+    finish_reason: str | None = None
+    unwanted: bool = False
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    started: float = field(default_factory=time.perf_counter)
+    first_code: float = 0.0
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a step may do anything for it."""
+        return bool(self.inbox) or self.has_row or (self.ended and not self.closed)
+
+    @property
+    def has_row(self) -> bool:
+        """Whether the answer's next row is there."""
+        return bool(self.rows)
+
+    def take(self) -> torch.Tensor:
+        """The answer's next row, [1, hidden]."""
+        if self.closed and len(self.rows) == 1:
+            return self.rows[0]
+        return self.rows.popleft()
+
+    def receive(self) -> None:
+        """Make rows of what has come."""
+        ended = self.ended  # looked at first: what comes in between is not the end
+        while self.inbox:
+            part = self.inbox.popleft()
+            self.prompt = part.prompt or self.prompt
+            self.rows.extend(self.reply.push(part).unsqueeze(1))
+        if ended and not self.closed and not self.inbox:
+            if not self.codes and not self.rows:
+                self.finish_reason = "stop"  # an answer without a word
+            self.rows.extend(self.reply.end().unsqueeze(1))
+            self.closed = True
+
+
+class TalkerEngine(Engine):
+    """Speech codes, autoregressively, one forward pass a step for all requests in flight.
+
+    Input: ``reply`` of a thinker (:mod:`omniq.engines.omni.reply`), whole or by chunks: a step
+    takes one row of it, and a request whose next row is not there yet sits the step out. Outputs:
+    tensor ``codes`` (int64 [n], or [n, groups] where a frame has several, without the end; by
+    chunks of ``stream_tokens`` frames), value
+    ``finish_reason`` (``stop`` or ``length``). Parameter ``speaker`` is one of the model's voices.
+
+    Results are independent of the other requests but for rounding; ``deterministic`` ones have a
+    pass each.
+
+    Engine arguments: ``stream_tokens`` (default 12), ``attn_implementation``, ``max_model_len``.
+    """
+
+    name = "omni-talker"
+    arguments: ClassVar[frozenset[str]] = ENGINE_ARGS
+
+    async def load(self) -> None:
+        """Load the talker.
+
+        Raises:
+            ConfigError: folder or engine arguments are wrong.
+        """
+        self._waiting: list[Speech] = []
+        self._running: list[Speech] = []
+        self._batch: BatchCache | None = None
+        self._apart: dict[Speech, Any] = {}
+        self._steps: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        await self.in_thread(self._load)
+
+    def _load(self) -> None:
+        args = check_engine_args(self.stage, self.arguments)
+        self._every = args.get("stream_tokens", STREAM_TOKENS)
+        if type(self._every) is not int or self._every < 1:
+            raise ConfigError(
+                f"stage {self.stage.stage_id!r}: engine_args.stream_tokens must be a whole number "
+                f"of at least 1, got {self._every!r}"
+            )
+        folder = part_folder(self.stage)
+        options: dict[str, Any] = {"dtype": torch_dtype(self.stage)}
+        if "attn_implementation" in args:
+            options["attn_implementation"] = args["attn_implementation"]
+        with loading(self.stage, folder), engine_faults(f"loading {folder}"):
+            module, _, name = family_of(folder).talker.partition(":")
+            adapter = getattr(importlib.import_module(module), name)
+            self._talker: Talker = adapter(folder, self.device, **options)
+        self._context = int(self._talker.config.max_position_embeddings)
+        if (limit := args.get("max_model_len")) is not None:
+            self._context = min(self._context, int(limit))
+
+    async def warmup(self) -> None:
+        """Say a few codes."""
+        prompt, size = self._talker.example, self._talker.thinker_size
+        tensors = {
+            "prompt_token_ids": torch.tensor(prompt, dtype=torch.int64),
+            "prompt_positions": torch.arange(len(prompt)).expand(3, len(prompt)),
+            "prompt_hidden_states": torch.zeros(len(prompt), size),
+            "token_ids": torch.zeros(3, dtype=torch.int64),
+            "hidden_states": torch.zeros(3, size),
+        }
+        params = {"max_tokens": WARMUP_TOKENS, "temperature": 0.0}
+        inputs = {reply.NAME: StageInput(tensors=tensors)}
+        await self.run(StageRequest("warmup", params), inputs, NullEmit())
+
+    async def run(
+        self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit
+    ) -> StageOutput:
+        """Speak until an end code or ``max_tokens``."""
+        speech = self._speech(request.params, emit)
+        reading = asyncio.create_task(self._read(speech, inputs))
+        self._waiting.append(speech)
+        if self._steps is None or self._steps.done():
+            self._steps = asyncio.create_task(self._step_on())
+        try:
+            await self._follow(speech)
+        finally:
+            speech.unwanted = True
+            self._wake.set()
+            reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reading
+        return StageOutput(
+            values={"finish_reason": speech.finish_reason},
+            tensors={"codes": {"codes": self._frames(speech, 0, len(speech.frames))}},
+            metrics={
+                "completion_tokens": len(speech.codes),
+                "first_token_seconds": speech.first_code,
+                "generation_seconds": time.perf_counter() - speech.started,
+            },
+        )
+
+    async def unload(self) -> None:
+        """Free the model."""
+        if self._steps is not None:
+            await asyncio.wait({self._steps})
+        await super().unload()
+        del self._talker
+
+    # -- one request -------------------------------------------------------------------------
+
+    def _speech(self, params: Mapping[str, Any], emit: Emit) -> Speech:
+        given = {k: v for k, v in params.items() if v is not None}
+        deterministic = bool(given.pop("deterministic", False))
+        speaker = self._talker.speakers.named(given.pop("speaker", None))
+        sampling = Sampling.from_params(given)
+        return Speech(
+            budget=min(sampling.max_tokens or self._context, self._context),
+            sampler=Sampler(sampling, self._talker.seen, end_ids=self._talker.ends),
+            speaker=speaker,
+            reply=self._talker.reply(),
+            emit=emit,
+            done=asyncio.get_running_loop().create_future(),
+            deterministic=deterministic,
+        )
+
+    async def _read(self, speech: Speech, inputs: Mapping[str, StageInput]) -> None:
+        try:
+            async for part in parts_of(inputs):
+                speech.inbox.append(part)
+                self._wake.set()
+            speech.ended = True
+        except Exception as exc:  # raised where the request is waited for
+            _end(speech, exc)
+        self._wake.set()
+
+    async def _follow(self, speech: Speech) -> None:
+        sent = 0
+        while not speech.done.done():
+            await speech.news.wait()
+            speech.news.clear()
+            count = len(speech.frames)
+            if count - sent >= self._every and not speech.done.done():
+                await self._send(speech, sent, count)
+                sent = count
+        await speech.done
+        await self._send(speech, sent, len(speech.frames), last=True)
+
+    def _frames(self, speech: Speech, start: int, stop: int) -> torch.Tensor:
+        frames = torch.tensor(speech.frames[start:stop], dtype=torch.int64)
+        groups = self._talker.groups
+        return frames.reshape(-1, groups) if groups > 1 else frames.reshape(-1)
+
+    async def _send(self, speech: Speech, start: int, stop: int, *, last: bool = False) -> None:
+        speech.emit.progress(stop, speech.budget)
+        codes = self._frames(speech, start, stop)
+        await speech.emit.achunk("codes", tensors={"codes": codes}, last=last)
+
+    # -- steps -------------------------------------------------------------------------------
+
+    async def _step_on(self) -> None:
+        """Step while anything is in flight; a step that fails ends every request it was for."""
+        while self._waiting or self._running:
+            self._wake.clear()
+            flying = [*self._waiting, *self._running]
+            if not any(s.unwanted or s.has_news for s in flying):
+                await self._wake.wait()
+                continue
+            try:
+                ended = await self.in_thread(self._step)
+            except Exception as exc:  # each request raises it where it is waited for
+                for speech in self._running:
+                    _end(speech, exc)
+                self._running, self._batch, self._apart = [], None, {}
+                continue
+            for speech, fault in ended:
+                _end(speech, fault)
+            for speech in self._running:
+                speech.news.set()
+
+    @torch.no_grad()
+    def _step(self) -> list[tuple[Speech, Exception | None]]:
+        """One new request, then a code for all; returns who has ended, and how."""
+        ended: list[tuple[Speech, Exception | None]] = []
+        self._drop_ended()
+        for speech in [*self._waiting, *self._running]:
+            speech.receive()
+        for speech in list(self._waiting):
+            if speech.unwanted or speech.finish_reason is not None:
+                self._waiting.remove(speech)
+                ended.append((speech, None))
+            elif speech.has_row:
+                self._waiting.remove(speech)
+                try:
+                    self._prefill(speech)
+                except Exception as exc:  # this request's own; the others go on
+                    ended.append((speech, exc))
+                else:
+                    if speech.finish_reason is not None:
+                        ended.append((speech, None))
+                break
+        self._drop_ended()
+        with engine_faults(f"stage {self.stage.stage_id!r}"):
+            ended += self._decode()
+        return ended + [(s, None) for s in self._running if s.finish_reason is not None]
+
+    def _drop_ended(self) -> None:
+        """Take rows out that have ended or that nobody wants any more."""
+        stays = [s for s in self._running if s.finish_reason is None and not s.unwanted]
+        if len(stays) == len(self._running):
+            return
+        before = self._batched()
+        kept = [i for i, s in enumerate(before) if s in stays]
+        self._running = stays
+        if self._batch is not None and len(kept) < len(before):
+            if kept:
+                self._batch.keep(kept)
+            else:
+                self._batch = None
+        self._apart = {s: cache for s, cache in self._apart.items() if s in stays}
+
+    def _batched(self) -> list[Speech]:
+        return [s for s in self._running if s not in self._apart]
+
+    def _prefill(self, speech: Speech) -> None:
+        """The thinker's prompt and the first code."""
+        from transformers import DynamicCache  # noqa: PLC0415 - slow import, done by load
+
+        assert speech.prompt is not None, "it comes with the first row"
+        with engine_faults(f"stage {self.stage.stage_id!r}"):
+            prompt = self._talker.prompt(speech.prompt, speech.take(), speech.speaker)
+            length = len(prompt.embeds)
+            if length >= self._context:
+                refuse_input(
+                    reply.NAME,
+                    f"must have at most {self._context - 1} tokens for the talker, has {length}",
+                )
+            speech.budget = min(speech.budget, self._context - length)
+            speech.shift = int(prompt.positions.max()) + 1 - length
+            cache = DynamicCache(config=self._talker.config)
+            states = self._forward(prompt.embeds[None], prompt.positions[:, None], cache)
+            self._take(speech, states[0], self._talker.logits(states)[0])
+            speech.first_code = time.perf_counter() - speech.started
+            if speech.finish_reason is not None:
+                return
+            if speech.deterministic or not can_batch(cache):
+                self._apart[speech] = cache
+            elif self._batch is None:
+                self._batch = BatchCache(cache, length)
+            else:
+                self._batch.join(BatchCache(cache, length))
+            self._running.append(speech)
+
+    def _decode(self) -> list[tuple[Speech, Exception]]:
+        """One more code for each whose next row is there; returns who failed by itself."""
+        failed: list[tuple[Speech, Exception]] = []
+        for speech, cache in self._apart.items():
+            if speech.has_row:
+                embeds = self._next([speech])
+                place = torch.tensor([cache.get_seq_length() + speech.shift])
+                self._pick(speech, self._forward(embeds[None], _along(place), cache), 0, failed)
+        batched = self._batched()
+        ready = {i for i, s in enumerate(batched) if s.has_row}
+        if self._batch is None or not ready:
+            return failed
+        made = self._next([s for i, s in enumerate(batched) if i in ready])
+        # Who waits for its row gets nothing: what that gives is a hole in the cache.
+        embeds = made.new_zeros(len(batched), made.shape[1])
+        embeds[sorted(ready)] = made
+        places = [n + s.shift for n, s in zip(self._batch.lengths, batched, strict=True)]
+        states = self._forward(
+            embeds[:, None],
+            _along(torch.tensor(places)),
+            self._batch.cache,
+            attention_mask=self._batch.attention_mask(self.device),
+        )
+        self._batch.stepped(ready)
+        for i in sorted(ready):
+            self._pick(batched[i], states, i, failed)
+        return failed
+
+    def _next(self, speeches: list[Speech]) -> torch.Tensor:
+        """What the next pass gets of those whose rows are there: [rows, hidden]."""
+        steps = []
+        for speech in speeches:
+            assert speech.state is not None, "it comes with the code"
+            row = speech.take()
+            steps.append(TalkerStep(speech.codes[-1], speech.state, row, speech.sampler))
+        embeds, frames = self._talker.step(steps)
+        if self._talker.groups > 1:
+            for speech, frame in zip(speeches, frames, strict=True):
+                speech.frames.append(frame)
+        return embeds
+
+    def _forward(
+        self, embeds: torch.Tensor, positions: torch.Tensor, cache: Any, **more: Any
+    ) -> torch.Tensor:
+        """The last states [rows, hidden] of ``embeds`` [rows, n, hidden]."""
+        out = self._talker.model(
+            inputs_embeds=embeds,
+            position_ids=positions.to(self.device),
+            past_key_values=cache,
+            use_cache=True,
+            **more,
+        )
+        states: torch.Tensor = out.last_hidden_state[:, -1]
+        return states
+
+    def _pick(
+        self,
+        speech: Speech,
+        states: torch.Tensor,
+        row: int,
+        failed: list[tuple[Speech, Exception]],
+    ) -> None:
+        try:
+            self._take(speech, states[row], self._talker.logits(states)[row])
+        except OmniqError as exc:
+            speech.unwanted = True
+            failed.append((speech, exc))
+
+    def _take(self, speech: Speech, state: torch.Tensor, logits: torch.Tensor) -> None:
+        """The next code of ``speech``."""
+        code = speech.sampler.pick(logits)
+        if code in self._talker.ends:
+            speech.finish_reason = "stop"
+            return
+        speech.codes.append(code)
+        speech.state = state
+        if self._talker.groups == 1:
+            speech.frames.append([code])
+        if len(speech.codes) >= speech.budget:
+            speech.finish_reason = "length"
+
+
+def _along(places: torch.Tensor) -> torch.Tensor:
+    """Positions [rows] the same along time, height and width: [3, rows, 1]."""
+    return places[None, :, None].expand(3, -1, -1)
+
+
+def _end(speech: Speech, fault: Exception | None) -> None:
+    """Wake whoever waits for the request; on the loop."""
+    speech.news.set()
+    if speech.done.done():
+        return
+    if fault is None:
+        speech.done.set_result(None)
+    else:
+        speech.done.set_exception(fault)

@@ -1,0 +1,166 @@
+"""The thinker of an omni model: text, pictures and sound in, text out, states for the talker."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+
+from omniq.engines.ar_transformers import (
+    ENGINE_ARGS,
+    Generation,
+    Prompt,
+    TransformersAREngine,
+)
+from omniq.engines.base import StageInput, StageOutput
+from omniq.engines.loading import part_folder
+from omniq.engines.omni import reply
+from omniq.engines.omni.families import family_of
+from omniq.engines.omni.prompts import MediaPrompts
+from omniq.engines.omni.weights import load_part
+from omniq.errors import ConfigError
+
+
+class ThinkerEngine(TransformersAREngine):
+    """:class:`TransformersAREngine` for the thinker of an omni model.
+
+    More inputs: pictures and sound within ``messages`` (OpenAI's ``image_url`` and
+    ``input_audio``), or ``image`` and ``audio`` beside ``prompt``. One more output, where the
+    stage's output modalities contain ``hidden_states``: ``reply`` (:mod:`omniq.engines.omni.reply`)
+    of the first answer, as a whole and by chunks of ``stream_tokens`` tokens (default 1).
+    """
+
+    name = "omni-thinker"
+    arguments: ClassVar[frozenset[str]] = ENGINE_ARGS | {"stream_tokens"}
+
+    def _load(self) -> None:
+        self._every = self.stage.engine_args.get("stream_tokens", 1)
+        if type(self._every) is not int or self._every < 1:
+            raise ConfigError(
+                f"stage {self.stage.stage_id!r}: engine_args.stream_tokens must be a whole number "
+                f"of at least 1, got {self._every!r}"
+            )
+        #: Of requests in flight: what stands before their answers' states, and chunks sent.
+        self._prompt_states: dict[Generation, torch.Tensor] = {}
+        super()._load()
+        self._prompts = MediaPrompts(part_folder(self.stage), self._encoder, self._family.processor)
+
+    def _load_model(self, folder: Path, options: Mapping[str, Any]) -> Any:
+        self._family = family_of(folder)
+        module, _, name = self._family.thinker.partition(":")
+        cls = getattr(importlib.import_module(module), name)
+        model = load_part(cls, folder, "thinker", **options)
+        model.lm_head.register_forward_pre_hook(self._before_head)
+        self._states: torch.Tensor | None = None
+        self._layer_states: torch.Tensor | None = None
+        self._layer = self._family.prompt_layer(folder)
+        if self._layer is not None:
+            layers = model.model.layers
+            if not 0 < self._layer < len(layers):
+                raise ConfigError(
+                    f"{folder}: the talker wants layer {self._layer} of a thinker of {len(layers)}"
+                )
+            layers[self._layer - 1].register_forward_hook(self._behind_layer)
+        return model
+
+    def _behind_layer(self, module: Any, arguments: Any, output: Any) -> None:
+        """Keep the hidden states [rows, n, hidden] that the talker wants of the prompt."""
+        self._layer_states = output[0] if isinstance(output, tuple) else output
+
+    def _before_head(self, module: Any, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        """Keep the last hidden states [rows, n, hidden]; logits are made of the last one only."""
+        self._states = arguments[0]
+        return (arguments[0][:, -1:],)
+
+    def _read(self, inputs: Mapping[str, StageInput], params: Mapping[str, Any]) -> Prompt:
+        ids, media = self._prompts.read(inputs, params, self._context)
+        # transformers computes them on the CPU from Python lists.
+        tensor = torch.tensor([ids])
+        lengths = media.get("feature_attention_mask")
+        positions, shift = self._model.get_rope_index(
+            tensor,
+            image_grid_thw=media.get("image_grid_thw"),
+            video_grid_thw=media.get("video_grid_thw"),
+            attention_mask=torch.ones_like(tensor),
+            use_audio_in_video=False,
+            audio_seqlens=None if lengths is None else lengths.sum(-1),
+            second_per_grids=media.get("video_second_per_grid"),
+        )
+        tensors = {
+            name: value.to(self.device) if isinstance(value, torch.Tensor) else value
+            for name, value in media.items()
+        }
+        more = {**tensors, "position_ids": positions.to(self.device)}
+        return Prompt(ids, more, int(shift[0]))
+
+    def _forward(self, ids: torch.Tensor, cache: Any, **more: Any) -> Any:
+        positions = more.pop("position_ids")
+        if positions.ndim == 2:  # of text: the same along time, height and width
+            positions = positions.expand(3, *positions.shape)
+        out = self._model(
+            input_ids=ids, past_key_values=cache, use_cache=True, position_ids=positions, **more
+        )
+        states, self._states = self._states, None
+        assert states is not None, "the head was asked"
+        return SimpleNamespace(logits=out.logits, hidden_states=(states,))
+
+    def _prompt_done(self, generation: Generation, out: Any) -> None:
+        if self._want_hidden:
+            states = out.hidden_states[-1] if self._layer is None else self._layer_states
+            assert states is not None, "the layer was passed"
+            self._prompt_states[generation] = states[0].to("cpu", copy=True)
+
+    async def _follow(self, generation: Generation) -> None:
+        try:
+            await self._send_on(generation)
+        except BaseException:
+            self._prompt_states.pop(generation, None)
+            raise
+
+    async def _send_on(self, generation: Generation) -> None:
+        """Hand on what is said, up to the end."""
+        sent = 0
+        while self._want_hidden and not generation.done.done():
+            await generation.news.wait()
+            generation.news.clear()
+            # Tokens come from the model thread: states are there before them.
+            count = len(generation.sequences[0].tokens)
+            if count - sent >= self._every and not generation.done.done():
+                await self._send(generation, sent, count)
+                sent = count
+        await generation.done
+        if self._want_hidden:
+            await self._send(generation, sent, len(generation.sequences[0].tokens), last=True)
+
+    async def _send(
+        self, generation: Generation, start: int, stop: int, *, last: bool = False
+    ) -> None:
+        tensors = self._reply(generation, start, stop)
+        await generation.emit.achunk(reply.NAME, tensors=tensors, last=last)
+
+    def _reply(self, generation: Generation, start: int, stop: int) -> dict[str, torch.Tensor]:
+        answer = generation.sequences[0]
+        states = self._prompt_states[generation]
+        rows = answer.rows[start:stop]
+        tensors = {
+            "token_ids": torch.tensor(answer.tokens[start:stop], dtype=torch.int64),
+            "hidden_states": torch.cat(rows) if rows else states[:0],
+        }
+        if start == 0:
+            tensors["prompt_token_ids"] = torch.tensor(generation.prompt.ids, dtype=torch.int64)
+            positions = generation.prompt.more["position_ids"][:, 0]
+            tensors["prompt_positions"] = positions.to("cpu", copy=True)
+            tensors["prompt_hidden_states"] = states
+        return tensors
+
+    def _output(self, generation: Generation) -> StageOutput:
+        output = super()._output(generation)
+        if self._want_hidden:
+            count = len(generation.sequences[0].tokens)
+            output.tensors[reply.NAME] = self._reply(generation, 0, count)
+            del self._prompt_states[generation]
+        return output

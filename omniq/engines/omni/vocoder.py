@@ -1,0 +1,113 @@
+"""What engines share that make sound of codes."""
+
+from __future__ import annotations
+
+import abc
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+
+import torch
+
+from omniq.engines.base import Emit, Engine, StageInput, StageOutput, StageRequest
+from omniq.engines.inputs import refuse_input
+
+
+class Utterance(abc.ABC):
+    """One utterance in progress; on the model thread but for :meth:`push`.
+
+    Attributes:
+        cancel: set when nobody wants it any more.
+    """
+
+    def __init__(self, groups: int) -> None:
+        self.cancel = threading.Event()
+        self._groups = groups
+        self.codes = torch.zeros((0, groups) if groups > 1 else 0, dtype=torch.int64)
+
+    def push(self, codes: torch.Tensor) -> None:
+        """Codes that have come: int64 [n], or [n, groups].
+
+        Raises:
+            InvalidRequest: they are something else.
+        """
+        wanted = "[n]" if self._groups == 1 else f"[n, {self._groups}]"
+        if codes.shape[1:] != self.codes.shape[1:] or codes.is_floating_point() or not codes.ndim:
+            refuse_input("codes", f"must be integers {wanted}, is {codes.dtype} {[*codes.shape]}")
+        self.codes = torch.cat([self.codes, codes.to("cpu", torch.int64)])
+
+    @abc.abstractmethod
+    def sounds(self, *, ended: bool) -> Iterator[torch.Tensor]:
+        """What can be heard now that could not before: float32 [samples] each, in order."""
+
+
+class VocoderEngine(Engine):
+    """Speech codes to a waveform: the course of a request."""
+
+    sample_rate: int
+    silence: int
+    """Samples of an answer without a word: a file of sound is never empty."""
+
+    @abc.abstractmethod
+    def utterance(self, request: StageRequest) -> Utterance:
+        """A new one.
+
+        Raises:
+            InvalidRequest: a parameter is wrong.
+        """
+
+    async def run(
+        self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit
+    ) -> StageOutput:
+        """Decode one utterance: by windows if it is streamed, else as a whole."""
+        started = time.perf_counter()
+        utterance = self.utterance(request)
+        said: list[torch.Tensor] = []
+        first = busy = 0.0
+
+        async def say(*, ended: bool) -> None:
+            nonlocal first, busy
+            sounds = utterance.sounds(ended=ended)
+            while True:
+                begun = time.perf_counter()
+                sound = await self.in_thread(next, sounds, None, cancel=utterance.cancel)
+                busy += time.perf_counter() - begun
+                if sound is None:
+                    return
+                first = first or time.perf_counter() - started
+                said.append(sound)
+                if request.stream:
+                    await emit.achunk("audio", tensors={"audio": sound})
+
+        async for codes in codes_of(inputs):
+            utterance.push(codes)
+            if request.stream:
+                await say(ended=False)
+        await say(ended=True)
+        audio = torch.cat(said) if said else torch.zeros(self.silence)
+        length = sum(map(len, said)) / self.sample_rate
+        metrics: dict[str, float | int] = {
+            "audio_seconds": length,
+            "first_packet_seconds": first,
+            "decode_seconds": busy,
+            "generation_seconds": time.perf_counter() - started,
+        }
+        if length:
+            metrics["real_time_factor"] = busy / length
+        return StageOutput(tensors={"audio": {"audio": audio}}, metrics=metrics)
+
+
+async def codes_of(inputs: Mapping[str, StageInput]) -> AsyncIterator[torch.Tensor]:
+    """The input ``codes`` as it comes.
+
+    Raises:
+        InvalidRequest: there is none.
+    """
+    if "codes" not in inputs:
+        refuse_input("codes", f"missing; the stage got: {', '.join(inputs) or 'nothing'}")
+    given = inputs["codes"]
+    if given.chunks is None:
+        yield given.tensor
+        return
+    async for chunk in given.chunks:
+        yield chunk.tensors["codes"]

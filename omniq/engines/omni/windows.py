@@ -1,0 +1,87 @@
+"""Decoding speech by windows while its codes are still made.
+
+Sizes are in frames of the mel spectrogram. A window is ``chunk`` new frames with ``past`` frames
+before and ``future`` frames behind them for the model to look at; sound of the last ``overlap``
+frames is held back until what follows them is known, as the vocoder's filters reach that far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Frames ``start`` to ``stop`` go in; of what comes out, ``begin`` to ``end`` are new."""
+
+    start: int
+    stop: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """See the module."""
+
+    chunk: int
+    past: int
+    future: int
+    overlap: int
+
+
+class Windows:
+    """The windows of one utterance, as its frames become known."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._sizes = sizes
+        self._begin = 0
+
+    def ready(self, known: int, *, ended: bool) -> Iterator[Window]:
+        """Windows that can be computed now.
+
+        Args:
+            known: frames whose codes are there.
+            ended: none will follow: the last window holds all that is left.
+        """
+        sizes = self._sizes
+        while known >= self._begin + sizes.chunk + sizes.future:
+            end = self._begin + sizes.chunk
+            yield Window(max(self._begin - sizes.past, 0), end + sizes.future, self._begin, end)
+            self._begin = end
+        if ended and known > self._begin:
+            yield Window(max(self._begin - sizes.past, 0), known, self._begin, known)
+            self._begin = known
+
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    """Frames ``start`` to ``stop`` go into the vocoder; ``begin`` to ``end`` are played."""
+
+    start: int
+    stop: int
+    begin: int
+    end: int
+
+
+class Overlap:
+    """Which frames the vocoder gets as they come, and which of its sound is new and final."""
+
+    def __init__(self, overlap: int) -> None:
+        self._overlap = overlap
+        self._played = 0
+
+    @property
+    def needed(self) -> int:
+        """The first frame that will go in again."""
+        return max(self._played - self._overlap, 0)
+
+    def ready(self, known: int, *, ended: bool) -> Sound | None:
+        """The next stretch, or None while there is none."""
+        end = known if ended else known - self._overlap
+        if end <= self._played:
+            return None
+        sound = Sound(self.needed, known, self._played, end)
+        self._played = end
+        return sound

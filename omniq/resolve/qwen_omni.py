@@ -1,0 +1,178 @@
+"""Qwen2.5-Omni and Qwen3-Omni: thinker, talker and vocoder, by what config.json says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from omniq.errors import ConfigError
+from omniq.resolve.base import BuildOptions, ModelFamily
+from omniq.resolve.files import CONFIG, ModelFiles
+
+MAX_INPUT = 1 << 31
+IN_FLIGHT = 16
+#: Arguments by vLLM's names that the thinker's engine has.
+THINKER_ARGS = frozenset(
+    {
+        *("custom_chat_template", "chat_template_content_format", "default_chat_template_kwargs"),
+        *("max_model_len", "generation_config"),
+    }
+)
+#: Of ``generate`` in transformers, where a request says nothing.
+THINKER = {"temperature": 0.0, "max_tokens": 1024}
+TALKER = {"temperature": 0.9, "repetition_penalty": 1.05, "max_tokens": 4096}
+#: Flat parameters of a request that are the talker's too; the others are about the text.
+SPOKEN = ["speaker", "seed", "deterministic"]
+#: Tokens of a chunk from thinker to talker.
+THINKER_TOKENS = 1
+#: Chunks that may lie between two stages.
+MOST_BEHIND = 1024
+SAMPLE_RATE = 24_000
+
+
+class QwenOmni(ModelFamily):
+    """Text, pictures and sound in; text and speech out, both while they are made."""
+
+    description: ClassVar[str] = "text, pictures and sound to text and speech"
+    #: Of config.json.
+    model_type: ClassVar[str]
+    #: Defaults of the talker beside those of both models.
+    talker: ClassVar[Mapping[str, Any]]
+    #: Codes, or frames of codes, of a chunk from talker to vocoder.
+    talker_codes: ClassVar[int]
+    #: What the last stage has.
+    vocoder: ClassVar[Mapping[str, Any]]
+
+    def matches(self, files: ModelFiles) -> bool:
+        """By ``model_type``."""
+        return (files.json(CONFIG) or {}).get("model_type") == self.model_type
+
+    def build(self, files: ModelFiles, options: BuildOptions) -> dict[str, Any]:
+        """The three stages; vLLM's flags that the thinker's engine has are the thinker's.
+
+        Raises:
+            ConfigError: another engine, or arguments that the thinker's lacks, are asked for.
+        """
+        if options.engine == "vllm":
+            raise ConfigError(
+                f"--engine vllm: the thinker of {self.name} runs on transformers",
+                hint="leave --engine out",
+            )
+        if options.encoder != "diffusers":
+            raise ConfigError(
+                f"--encoder {options.encoder}: {self.name} has no text encoder that runs there",
+                hint="leave --encoder out",
+            )
+        args = dict(options.engine_args)
+        shared = {"model": files.model, "dtype": args.pop("dtype", "auto")}
+        in_flight = args.pop("max_num_seqs", IN_FLIGHT)
+        if unknown := sorted(set(args) - THINKER_ARGS):
+            named = ", ".join(f"--{name.replace('_', '-')}" for name in unknown)
+            raise ConfigError(
+                f"{named}: the thinker of {self.name} runs on transformers, which has only "
+                f"{', '.join(sorted(THINKER_ARGS))}",
+                hint="--stage-overrides gives each stage its own",
+            )
+        devices = self.devices(options.gpus)
+        speaks = bool((files.json(CONFIG) or {}).get("enable_audio_output", True))
+        inputs = {
+            "prompt": {"type": "text", "required": False, "max_length": MAX_INPUT},
+            "messages": {"type": "messages", "required": False, "max_length": MAX_INPUT},
+            "token_ids": {"type": "token_ids", "required": False, "max_length": MAX_INPUT},
+        }
+        thinker = {
+            **shared,
+            "stage_id": "thinker",
+            "engine_type": "AR",
+            "engine": "omni-thinker",
+            "input_modalities": ["text", "image", "audio"],
+            "output_modalities": ["text", *(["hidden_states"] if speaks else [])],
+            "engine_args": {"stream_tokens": THINKER_TOKENS, **args},
+            "max_in_flight": in_flight,
+            "defaults": THINKER,
+            **devices["thinker"],
+        }
+        mapping: dict[str, Any] = {
+            "description": f"{files.given} ({self.name})",
+            "inputs": inputs,
+            "stages": [thinker],
+            "edges": [{"from": f"input.{name}", "to": f"thinker.{name}"} for name in inputs],
+            "outputs": {
+                "text": {"from": "thinker.text", "type": "text"},
+                "finish_reason": {"from": "thinker.finish_reason", "type": "text"},
+                "choices": {"from": "thinker.choices", "type": "json"},
+            },
+        }
+        return self._spoken(mapping, shared, in_flight, devices) if speaks else mapping
+
+    def _spoken(
+        self,
+        mapping: dict[str, Any],
+        shared: Mapping[str, Any],
+        in_flight: int,
+        devices: Mapping[str, Mapping[str, Any]],
+    ) -> dict[str, Any]:
+        """``mapping`` with the stages that speak."""
+        vocoder = self.stages[-1]
+        mapping["stages"] += [
+            {
+                **shared,
+                "stage_id": "talker",
+                "engine_type": "talk",
+                "input_modalities": ["hidden_states"],
+                "engine_args": {"stream_tokens": self.talker_codes},
+                "max_in_flight": in_flight,
+                "shared_parameters": SPOKEN,
+                "defaults": {**TALKER, **self.talker},
+                **devices["talker"],
+            },
+            {
+                **shared,
+                **self.vocoder,
+                "stage_id": vocoder,
+                "engine_type": "vocode",
+                "output_modalities": ["audio"],
+                "max_in_flight": in_flight,
+                **devices[vocoder],
+            },
+        ]
+        window = {"trigger": "window", "window": 1, "window_limit": MOST_BEHIND}
+        mapping["edges"] += [
+            {"from": "thinker.reply", "to": "talker.reply", **window},
+            {"from": "talker.codes", "to": f"{vocoder}.codes", **window},
+        ]
+        audio = {"from": f"{vocoder}.audio", "type": "audio", "sample_rate": SAMPLE_RATE}
+        mapping["outputs"]["audio"] = audio
+        return mapping
+
+    def devices(self, gpus: int) -> dict[str, dict[str, Any]]:
+        """``devices`` by stage id. One GPU: all share it. Two: the thinker has its own. Three or
+        more: each has one.
+        """
+        if gpus < 2:
+            return {stage: {} for stage in self.stages}
+        places = ("0", "1", "1") if gpus == 2 else ("0", "1", "2")
+        return {s: {"devices": [d]} for s, d in zip(self.stages, places, strict=True)}
+
+
+class Qwen25Omni(QwenOmni):
+    """Qwen2.5-Omni."""
+
+    name: ClassVar[str] = "Qwen2.5-Omni"
+    stages: ClassVar[tuple[str, ...]] = ("thinker", "talker", "token2wav")
+    model_type: ClassVar[str] = "qwen2_5_omni"
+    talker: ClassVar[Mapping[str, Any]] = {"top_k": 40, "top_p": 0.8}
+    # A block of token2wav's attention.
+    talker_codes: ClassVar[int] = 12
+    vocoder: ClassVar[Mapping[str, Any]] = {"engine": "omni-token2wav", "dtype": "float32"}
+
+
+class Qwen3Omni(QwenOmni):
+    """Qwen3-Omni."""
+
+    name: ClassVar[str] = "Qwen3-Omni"
+    stages: ClassVar[tuple[str, ...]] = ("thinker", "talker", "code2wav")
+    model_type: ClassVar[str] = "qwen3_omni_moe"
+    talker: ClassVar[Mapping[str, Any]] = {"top_k": 50}
+    talker_codes: ClassVar[int] = 5
+    vocoder: ClassVar[Mapping[str, Any]] = {"engine": "omni-code2wav"}

@@ -1,0 +1,231 @@
+"""Qwen2.5-Omni in stages, compared with ``generate`` of transformers on the same weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omni_stages import Chunks, OmniStages, omni_stage
+from qwen_omni_reference import SEED, Reference, turn
+from tiny_qwen_omni import SAMPLES_A_CODE, make_qwen_omni, picture, sound
+
+from omniq.engines import create_engine
+from omniq.engines.base import Chunk, NullEmit, StageInput, StageRequest
+from omniq.engines.omni import qwen2_5
+from omniq.engines.omni.reply import ReplyPart
+from omniq.engines.omni.windows import Overlap, Sizes, Sound, Window, Windows
+from omniq.errors import ConfigError, InvalidRequest
+
+WORDS = "a red circle above a blue square"
+STAGES = ("thinker", "talker", "token2wav")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_qwen_omni(tmp_path_factory.mktemp("omni") / "tiny-qwen2.5-omni")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Reference:
+    return Reference(folder)
+
+
+@pytest.fixture
+async def staged(folder: Path) -> AsyncIterator[OmniStages]:
+    async with OmniStages.loaded(folder, STAGES) as stages:
+        yield stages
+
+
+def params(tokens: int = 24, codes: int = 50, **talker: Any) -> dict[str, dict[str, Any]]:
+    """As ``generate`` has them by default, but for the lengths: greedy text, sampled speech."""
+    sampling = {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "repetition_penalty": 1.05}
+    return {
+        "thinker": {"temperature": 0.0, "max_tokens": tokens},
+        "talker": {**sampling, "seed": SEED, "max_tokens": codes, **talker},
+        "token2wav": {"seed": SEED},
+    }
+
+
+PROMPTS = {
+    "text": [WORDS],
+    "audio": ["What is it? ", sound(1)],
+    "image": [picture(1), "What is it?"],
+    "several": [sound(2, 0.5), picture(2, 112, 56), "and", sound(3, 2.0), picture(3)],
+}
+
+
+@pytest.mark.parametrize("parts", PROMPTS.values(), ids=PROMPTS.keys())
+async def test_staged_equals_generate(
+    staged: OmniStages, reference: Reference, parts: list[Any]
+) -> None:
+    """Text tokens and speech codes are those of ``generate``, the waveform but for rounding."""
+    messages = turn(*parts)
+    tokens, codes, waveform = reference.answer(reference.inputs(messages), 24, 50)
+    made = await staged.whole(params(), messages=messages)
+    assert made["thinker"].tensors["token_ids"]["token_ids"].tolist() == tokens
+    assert made["talker"].tensors["codes"]["codes"].tolist() == codes
+    assert len(set(codes)) > 5
+    audio = made["token2wav"].tensors["audio"]["audio"]
+    assert audio.dtype is torch.float32
+    assert audio.shape == waveform.shape == (len(codes) * SAMPLES_A_CODE,)
+    assert waveform.std() > 0.01
+    torch.testing.assert_close(audio, waveform, atol=1e-4, rtol=0)
+
+
+LONG = {"min_tokens": 150}
+
+
+async def test_streamed_stages_say_the_same(staged: OmniStages, reference: Reference) -> None:
+    """Each stage fed by chunks of the one before: the same text and codes as one after the other.
+
+    The waveform is as long as that of the whole run. By windows it differs from it: how much is in
+    the model's card; the first window's sound is nearest, and with all that is before and behind a
+    window in it nothing differs.
+    """
+    messages = turn(*PROMPTS["several"])
+    whole = await staged.whole(params(codes=200, **LONG), messages=messages)
+    made, said = await staged.streamed(params(codes=200, **LONG), messages=messages)
+    tokens = made["thinker"].tensors["token_ids"]["token_ids"]
+    assert tokens.equal(whole["thinker"].tensors["token_ids"]["token_ids"])
+    assert "".join(said["thinker"].texts) == whole["thinker"].values["text"]
+    codes = made["talker"].tensors["codes"]["codes"]
+    assert codes.equal(whole["talker"].tensors["codes"]["codes"])
+    assert torch.cat(said["talker"].tensors).equal(codes)
+    audio = made["token2wav"].tensors["audio"]["audio"]
+    assert len(said["token2wav"].tensors) > 2
+    assert torch.cat(said["token2wav"].tensors).equal(audio)
+    expected = whole["token2wav"].tensors["audio"]["audio"]
+    assert audio.shape == expected.shape
+    assert (audio - expected).std() < expected.std()
+
+
+async def test_windows_that_see_everything_change_nothing(folder: Path, staged: OmniStages) -> None:
+    """With enough blocks beside a window, streamed sound is that of the whole run."""
+    codes = torch.randint(0, 64, (150,), generator=torch.Generator().manual_seed(3))
+    inputs = {"codes": StageInput(tensors={"codes": codes})}
+    seeded = {"seed": SEED}
+    whole = await staged.engines["token2wav"].run(
+        StageRequest("whole", seeded, stream=False), inputs, NullEmit()
+    )
+    args = {"past_blocks": 100, "future_blocks": 100, "overlap": 40}
+    wide = create_engine(omni_stage(folder, "token2wav", engine_args=args))
+    await wide.load()
+    said = Chunks("audio")
+    streamed = await wide.run(StageRequest("wide", seeded, stream=True), inputs, said)
+    await wide.unload()
+    expected = whole.tensors["audio"]["audio"]
+    torch.testing.assert_close(streamed.tensors["audio"]["audio"], expected, atol=1e-5, rtol=0)
+
+
+async def test_nothing_is_lost_at_the_end(folder: Path) -> None:
+    """An utterance of whole windows, where nothing is looked at behind them: all of it is heard."""
+    codes = torch.randint(0, 64, (36,), generator=torch.Generator().manual_seed(3))
+    args = {"future_blocks": 0, "window_blocks": 1}
+    engine = create_engine(omni_stage(folder, "token2wav", engine_args=args))
+    await engine.load()
+
+    async def chunks() -> AsyncIterator[Chunk]:
+        for i, part in enumerate(codes.split(12)):
+            yield Chunk(i, tensors={"codes": part})
+
+    inputs = {"codes": StageInput(chunks=chunks())}
+    made = await engine.run(StageRequest("all", {"seed": SEED}), inputs, Chunks("audio"))
+    await engine.unload()
+    assert len(made.tensors["audio"]["audio"]) == len(codes) * SAMPLES_A_CODE
+
+
+async def test_the_vocoder_by_overlapping_stretches(staged: OmniStages) -> None:
+    """With an overlap as wide as its filters reach, stretches give the very sound of the whole."""
+    engine: Any = staged.engines["token2wav"]
+    mel = torch.randn(130, 16, generator=torch.Generator().manual_seed(5))
+    whole, pieces, stretches = engine.sound(mel), [], Overlap(40)
+    for known in (50, 90, 130):
+        part = stretches.ready(known, ended=known == 130)
+        wave = engine.sound(mel[part.start : part.stop])
+        pieces.append(wave[(part.begin - part.start) * 240 : (part.end - part.start) * 240])
+    torch.testing.assert_close(torch.cat(pieces), whole, atol=1e-5, rtol=0)
+
+
+async def test_requests_side_by_side_are_as_alone(staged: OmniStages) -> None:
+    """Several conversations at once, all stages streaming: codes and text of each as by itself."""
+    asked = [turn(*parts) for parts in PROMPTS.values()]
+    alone = [await staged.whole(params(codes=60, min_tokens=20), messages=m) for m in asked]
+    together = await asyncio.gather(
+        *(staged.streamed(params(codes=60, min_tokens=20), messages=m) for m in asked)
+    )
+    for one, (made, _) in zip(alone, together, strict=True):
+        assert made["thinker"].values["text"] == one["thinker"].values["text"]
+        codes = one["talker"].tensors["codes"]["codes"]
+        assert made["talker"].tensors["codes"]["codes"].equal(codes)
+        expected = one["token2wav"].tensors["audio"]["audio"]
+        audio = made["token2wav"].tensors["audio"]["audio"]
+        assert audio.shape == expected.shape
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_a_speaker_and_greedy_speech(
+    staged: OmniStages, reference: Reference, deterministic: bool
+) -> None:
+    """The other voice, and the likeliest code each time."""
+    messages = turn(WORDS)
+    _, codes, waveform = reference.answer(
+        reference.inputs(messages), 24, 40, speaker="Ethan", talker_do_sample=False
+    )
+    chosen = params(24, 40, speaker="ethan", temperature=0.0, deterministic=deterministic)
+    chosen["token2wav"]["speaker"] = "Ethan"
+    made = await staged.whole(chosen, messages=messages)
+    assert made["talker"].tensors["codes"]["codes"].tolist() == codes
+    audio = made["token2wav"].tensors["audio"]["audio"]
+    torch.testing.assert_close(audio, waveform, atol=1e-4, rtol=0)
+
+
+async def test_an_answer_without_a_word_is_a_moment_of_silence(staged: OmniStages) -> None:
+    made = await staged.whole(params(tokens=1), messages=turn(WORDS))
+    assert len(made["talker"].tensors["codes"]["codes"]) == 0
+    audio = made["token2wav"].tensors["audio"]["audio"]
+    assert audio.equal(torch.zeros(SAMPLES_A_CODE))
+
+
+async def test_what_is_wrong_is_named(staged: OmniStages, folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match="no speaker 'Bob'; allowed: Chelsie, Ethan"):
+        await staged.whole(params(speaker="Bob"), messages=turn(WORDS))
+    engine = create_engine(omni_stage(folder, "token2wav", engine_args={"past_blocks": -1}))
+    with pytest.raises(ConfigError, match="past_blocks must be a whole number of at least 0"):
+        await engine.load()
+    engine = create_engine(omni_stage(folder, "talker", engine_args={"stream_tokens": 0}))
+    with pytest.raises(ConfigError, match="stream_tokens must be a whole number of at least 1"):
+        await engine.load()
+
+
+def test_reply_rows_come_when_the_next_token_is_there() -> None:
+    """Row i: embedding of token i plus the state behind it, however the answer is cut."""
+    table = torch.arange(20.0)[:, None].repeat(1, 2)
+    tokens = qwen2_5.Tokens((), 18, 19, 0, 1, 2, 3)
+    ids, states = torch.tensor([4, 7, 5, 9]), torch.arange(4.0)[:, None].repeat(1, 2) / 10
+    expected = table[ids[:-1]] + states[1:]
+    for cuts in ([4], [1, 3], [1, 1, 1, 1], [2, 2]):
+        rows = qwen2_5.ReplyRows(lambda i: table[i], tokens)
+        parts = zip(ids.split(cuts), states.split(cuts), strict=True)
+        assert torch.cat([rows.push(ReplyPart(i, s)) for i, s in parts]).equal(expected)
+        assert rows.end().equal(table[[18, 19]])
+
+
+def test_windows_of_the_models_own_streaming_code() -> None:
+    """Sizes of Qwen's code: 72 frames at once, 48 before, 24 behind; the last takes the rest."""
+    windows = Windows(Sizes(chunk=72, past=48, future=24, overlap=20))
+    assert list(windows.ready(94, ended=False)) == []
+    assert list(windows.ready(96, ended=False)) == [Window(0, 96, 0, 72)]
+    assert list(windows.ready(166, ended=False)) == []
+    assert list(windows.ready(250, ended=False)) == [
+        Window(24, 168, 72, 144),
+        Window(96, 240, 144, 216),
+    ]
+    assert list(windows.ready(250, ended=True)) == [Window(168, 250, 216, 250)]
+    overlap = Overlap(20)
+    assert overlap.ready(72, ended=False) == Sound(0, 72, 0, 52)
+    assert overlap.ready(144, ended=False) == Sound(32, 144, 52, 124)
+    assert overlap.ready(150, ended=True) == Sound(104, 150, 124, 150)

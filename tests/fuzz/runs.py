@@ -1,0 +1,185 @@
+"""Feeding bad inputs and watching: what is accepted, how long it takes, what goes wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import signal
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from bad_inputs import Schemas
+from omniq_process import OmniqProcess, omniq_processes
+from support import free_port, wait_until
+from targets import LOCAL, OMNI
+
+#: Seconds after which one input counts as a hang.
+HANG = 20.0
+#: Routes that wait for a job: a right request to them is answered when a worker has run it.
+WAITING = (
+    "/v1/generate", "/v1/chat/completions", "/v1/completions", "/v1/embeddings",
+    "/v1/images/generations", "/v1/images/edits", "/v1/audio/speech",
+)  # fmt: skip
+#: Seconds a client waits there.
+PATIENCE = 0.3
+
+
+@dataclass
+class Report:
+    """What a target did."""
+
+    target: str
+    inputs: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    slowest: float = 0.0
+    answers: Counter[int] = field(default_factory=Counter)
+    findings: list[str] = field(default_factory=list)
+
+    def line(self) -> str:
+        """One row of the table."""
+        rate = self.inputs / self.seconds if self.seconds else 0.0
+        codes = " ".join(f"{code}:{n}" for code, n in sorted(self.answers.items()))
+        return (
+            f"{self.target:12} {self.inputs:8} {self.accepted:8} {rate:8.0f}/s "
+            f"{self.slowest * 1000:8.0f} ms {len(self.findings):4}  {codes}"
+        )
+
+
+HEADER = f"{'target':12} {'inputs':>8} {'accepted':>8} {'rate':>10} {'slowest':>11} {'bad':>4}"
+
+
+@contextlib.contextmanager
+def no_hang(seconds: float = HANG) -> Iterator[None]:
+    """Raises ``TimeoutError`` in the main thread after so long."""
+
+    def over(*_: Any) -> None:
+        raise TimeoutError(f"took longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextlib.contextmanager
+def running_api(folder: Path, broker_url: str) -> Iterator[tuple[str, OmniqProcess]]:
+    """Address and process of an API that knows the pipelines of ``folder``; without workers."""
+    (folder / "fuzz.yaml").write_text(OMNI)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    env = {
+        "OMNIQ_BROKER_URL": broker_url,
+        "OMNIQ_PIPELINES": json.dumps([str(folder)]),
+        "OMNIQ_DEFAULT_PIPELINE": "fuzz",
+    }
+    with omniq_processes(folder) as start:
+        server = start("api", "--port", str(port), **env)
+
+        def up() -> bool:
+            assert server.process.poll() is None, server.output()
+            with contextlib.suppress(httpx.TransportError):
+                return httpx.get(f"{url}/health").status_code == 200
+            return False
+
+        wait_until(up, 60, "the API answers")
+        yield url, server
+
+
+def feed(name: str, count: int, seed: int, until: float = float("inf")) -> Report:
+    """``count`` inputs to a local target; input *i* depends on the seed and *i* only."""
+    report = Report(name)
+    begun = time.monotonic()
+    for i in range(count):
+        if time.monotonic() > until:
+            break
+        started = time.monotonic()
+        try:
+            with no_hang():
+                report.accepted += LOCAL[name](random.Random(f"{name}-{seed}-{i}"))
+        except Exception:  # whatever it is, it is a finding
+            report.findings.append(f"{name} seed {seed} input {i}:\n{traceback.format_exc()}")
+        report.inputs += 1
+        report.slowest = max(report.slowest, time.monotonic() - started)
+    report.seconds = time.monotonic() - begun
+    return report
+
+
+def feed_api(url: str, count: int, seed: int, until: float = float("inf")) -> Report:
+    """``count`` requests to a running API."""
+    report = Report("api")
+    begun = time.monotonic()
+    with httpx.Client(base_url=url, timeout=HANG) as client:
+        document = client.get("/openapi.json").json()
+        for i in range(count):
+            if time.monotonic() > until:
+                break
+            asked = Schemas(document, random.Random(f"api-{seed}-{i}")).request()
+            started = time.monotonic()
+            fault = _ask(client, asked, report)
+            report.slowest = max(report.slowest, time.monotonic() - started)
+            if fault:
+                shown = {**asked, "content": asked["content"][:600]}
+                report.findings.append(f"api seed {seed} request {i}: {fault}\n{shown}")
+            report.inputs += 1
+    report.seconds = time.monotonic() - begun
+    return report
+
+
+def _ask(client: httpx.Client, asked: dict[str, Any], report: Report) -> str | None:
+    """What is wrong with the answer, if anything is."""
+    path = asked["url"].partition("?")[0]
+    # Events never end, and jobs never do where there are no workers.
+    endless = path in WAITING or path.endswith("/events") or "wait=" in asked["url"]
+    try:
+        request = client.build_request(**asked)
+        request.extensions["timeout"] = httpx.Timeout(PATIENCE if endless else HANG).as_dict()
+        response = client.send(request)
+    except httpx.ReadTimeout:
+        return _silence(client, report) if endless else "no answer"
+    except (httpx.InvalidURL, httpx.LocalProtocolError):
+        return None  # no client can send it
+    except httpx.TransportError as exc:
+        return repr(exc)
+    report.answers[response.status_code] += 1
+    report.accepted += response.status_code < 400
+    return _fault_of(response)
+
+
+def _silence(client: httpx.Client, report: Report) -> str | None:
+    """An answer that waits for a worker: whether others are served meanwhile."""
+    report.accepted += 1
+    report.answers[0] += 1
+    try:
+        return None if client.get("/health").status_code == 200 else "/health is not 200"
+    except httpx.TransportError as exc:
+        return f"/health: {exc!r}"
+
+
+def _fault_of(response: httpx.Response) -> str | None:
+    status, shown = response.status_code, response.text[:300]
+    if status in (500, 501, 502) or status > 504:
+        return f"status {status}: {shown}"
+    if status == 503 and response.request.url.path == "/ready":
+        return None  # as there are no workers
+    if status >= 400 and not _is_error(response):
+        return f"status {status} without an error document: {shown}"
+    return "a traceback in the answer" if "Traceback (most" in response.text else None
+
+
+def _is_error(response: httpx.Response) -> bool:
+    try:
+        body = json.loads(response.content)
+    except ValueError:
+        return response.request.method == "HEAD" or not response.content
+    return isinstance(body, dict) and bool({"code", "error"} & body.keys())

@@ -1,0 +1,74 @@
+"""Which pipeline an omni model's folder becomes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omniq.config import PipelineConfig
+from omniq.errors import ConfigError
+from omniq.resolve import BuildOptions, ModelFiles, pipeline_for
+
+TYPES = {
+    "Qwen2.5-Omni": ("qwen2_5_omni", "token2wav"),
+    "Qwen3-Omni": ("qwen3_omni_moe", "code2wav"),
+}
+
+
+def resolved(folder: Path, config: dict[str, Any], **options: Any) -> PipelineConfig:
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Any"], **config}))
+    return pipeline_for(ModelFiles(str(folder)), BuildOptions(**options))
+
+
+@pytest.mark.parametrize(("model_type", "vocoder"), TYPES.values(), ids=TYPES.keys())
+def test_stages_and_devices(tmp_path: Path, model_type: str, vocoder: str) -> None:
+    """Thinker, talker and vocoder, each fed by the chunks of the one before."""
+    config = {"model_type": model_type}
+    places = {
+        0: [[], [], []],
+        1: [[], [], []],
+        2: [["0"], ["1"], ["1"]],
+        4: [["0"], ["1"], ["2"]],
+    }
+    for gpus, devices in places.items():
+        pipeline = resolved(tmp_path, config, gpus=gpus)
+        assert [s.stage_id for s in pipeline.stages] == ["thinker", "talker", vocoder]
+        assert [s.devices for s in pipeline.stages] == devices
+    windows = [e.source for e in pipeline.edges if e.trigger == "window"]
+    assert windows == ["thinker.reply", "talker.codes"]
+    assert pipeline.outputs["audio"].sample_rate == 24_000
+    assert pipeline.stages_for(["text"]) == ["thinker"]
+    assert list(pipeline.only(["thinker"]).outputs) == ["text", "finish_reason", "choices"]
+
+
+def test_flags_are_the_thinkers(tmp_path: Path) -> None:
+    args = {"dtype": "bfloat16", "max_num_seqs": 3, "max_model_len": 512}
+    pipeline = resolved(tmp_path, {"model_type": "qwen2_5_omni"}, engine_args=args)
+    thinker, talker, token2wav = pipeline.stages
+    assert thinker.engine_args == {"stream_tokens": 1, "max_model_len": 512}
+    assert [s.dtype for s in pipeline.stages] == ["bfloat16", "bfloat16", "float32"]
+    assert {s.max_in_flight for s in pipeline.stages} == {3}
+    assert "max_model_len" not in {**talker.engine_args, **token2wav.engine_args}
+    with pytest.raises(ConfigError, match=r"thinker of Qwen2\.5-Omni runs"):
+        resolved(tmp_path, {"model_type": "qwen2_5_omni"}, engine="vllm")
+    with pytest.raises(ConfigError, match="--tensor-parallel-size: the thinker"):
+        refused = {"tensor_parallel_size": 2}
+        resolved(tmp_path, {"model_type": "qwen3_omni_moe"}, engine_args=refused)
+
+
+def test_a_model_without_speech_has_a_thinker_only(tmp_path: Path) -> None:
+    config = {"model_type": "qwen2_5_omni", "enable_audio_output": False}
+    pipeline = resolved(tmp_path, config)
+    assert [s.stage_id for s in pipeline.stages] == ["thinker"]
+    assert "audio" not in pipeline.outputs
+
+
+def test_flat_parameters_of_the_text_do_not_reach_the_talker(tmp_path: Path) -> None:
+    pipeline = resolved(tmp_path, {"model_type": "qwen2_5_omni"})
+    takers = {n: [s.stage_id for s in stages] for n, stages in pipeline.takers.items()}
+    assert takers["temperature"] == takers["max_tokens"] == ["thinker"]
+    assert takers["speaker"] == ["talker", "token2wav"]
+    assert takers["seed"] == ["thinker", "talker", "token2wav"]
