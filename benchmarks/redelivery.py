@@ -77,16 +77,16 @@ class Workers:
         process.wait()
 
 
-def noted(notes: Path) -> list[list[str]]:
-    """What the engines wrote: time, process, job."""
-    return [line.split() for line in notes.read_text().splitlines()]
+def noted(notes: Path, job: str) -> list[tuple[float, int]]:
+    lines = [line.split() for line in notes.read_text().splitlines()]
+    return [(float(at), int(pid)) for at, pid, name in lines if name == job]
 
 
 async def runs_of(notes: Path, job: str, count: int) -> list[tuple[float, int]]:
     """When and by which process the job was run, once that has happened so many times."""
     deadline = time.monotonic() + PATIENCE
     while True:
-        ran = [(float(at), int(pid)) for at, pid, name in noted(notes) if name == job]
+        ran = noted(notes, job)
         if len(ran) >= count:
             return ran
         if time.monotonic() > deadline:

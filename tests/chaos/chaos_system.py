@@ -71,6 +71,7 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     attempts: int = 0
+    expiring: int = 0
     seconds: float = 0.0
 
     @property
@@ -92,6 +93,7 @@ class Tally:
             ("byte-unequal", len(self.unequal)),
             ("wrong final state", len(self.wrong)),
             ("left behind", len(self.left)),
+            ("blobs in Redis left to expire", self.expiring),
             ("seconds", round(self.seconds)),
         ]
         lines = [f"{name:<36}{value:>8}" for name, value in rows]
@@ -406,8 +408,8 @@ class ChaosSystem:
         left += [f"unfinished: {i!r}" for i in self.client.zrange(keys.open_jobs("chaos"), 0, -1)]
         for key in self.client.scan_iter(count=1000):
             name = key.decode(errors="replace")
-            if name.startswith("omniq:blob:"):
-                left.append(f"blob {name}")
+            if name.startswith("omniq:blob:") and self.client.ttl(key) != -1:
+                self.tally.expiring += 1  # of a run whose worker was killed before it was recorded
             elif ":" in name and self.client.ttl(key) == -1 and not name.startswith(LASTING):
                 left.append(f"key without expiry: {name}")
 
