@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,8 @@ async def test_only_lost_jobs_are_sent_again(
     record = json.dumps([json.loads(found[0]), "", list_key])
     redis_client.hset(keys.unacked(), "tag", record)
 
+    assert late.spec.deadline is not None
+    await asyncio.sleep(max(0, late.spec.deadline - time.time()))
     dry = await look(store, send=False)
     assert [(x.job, x.stage, x.state) for x in dry.lost] == [(lost.id, "a", "queued")]
     assert (dry.open_jobs, dry.sent) == (3, 0)
