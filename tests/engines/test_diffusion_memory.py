@@ -327,7 +327,7 @@ async def test_wrong_arguments_are_refused_at_load(
     await engine.unload()
 
 
-@pytest.mark.parametrize("kind", ["encode", "DiT", "decode"])
+@pytest.mark.parametrize("kind", ["encode", "dit", "decode"])
 async def test_an_unloaded_stage_frees_its_weights(
     models: Callable[[str], Path], kind: str
 ) -> None:
