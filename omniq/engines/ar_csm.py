@@ -15,7 +15,13 @@ from omniq.engines.base import Emit, Engine, NullEmit, StageInput, StageOutput, 
 from omniq.engines.families.csm import codes_of, conversation, ends, is_sound, portions
 from omniq.engines.faults import engine_faults
 from omniq.engines.inputs import refuse_input, tensor_input, text_input
-from omniq.engines.loading import check_engine_args, loading, part_folder, torch_dtype
+from omniq.engines.loading import (
+    check_engine_args,
+    loading,
+    part_folder,
+    torch_dtype,
+    whole_arg,
+)
 from omniq.engines.sampling import Sampler, Sampling, generation_defaults, refuse_parameters
 from omniq.engines.stepping import Generation, Past, StepLoop
 from omniq.errors import ConfigError
@@ -88,12 +94,8 @@ class CsmAREngine(Engine):
         )
 
         args = check_engine_args(self.stage, ENGINE_ARGS)
-        self._chunk = args.pop("chunk_frames", CHUNK_FRAMES)
-        if not isinstance(self._chunk, int) or self._chunk < 1:
-            raise ConfigError(
-                f"stage {self.stage.stage_id!r}: engine_args.chunk_frames: must be an integer "
-                f"from 1, is {self._chunk!r}"
-            )
+        self._chunk = whole_arg(self.stage, "chunk_frames", CHUNK_FRAMES)
+        args.pop("chunk_frames", None)
         self._voices = args.pop("voices", {})
         numbers = self._voices.values() if isinstance(self._voices, dict) else [None]
         if any(type(number) is not int or number < 0 for number in numbers):
@@ -233,7 +235,7 @@ class CsmAREngine(Engine):
 
     def _forward(self, generations: Sequence[_Speech], **inputs: Any) -> None:
         out = self._model(**inputs, use_cache=True, logits_to_keep=1, output_hidden_states=True)
-        firsts = [g.first.pick(out.logits[row, -1]) for row, g in enumerate(generations)]
+        firsts = [g.pick(g.first, out.logits[row, -1]) for row, g in enumerate(generations)]
         hidden = out.hidden_states[-1][:, -1]
         for generation, frame in zip(
             generations, self._frames(generations, firsts, hidden), strict=True
@@ -257,11 +259,13 @@ class CsmAREngine(Engine):
                 input_ids=codes, past_key_values=cache, use_cache=True, logits_to_keep=1, **more
             )
             for row, (generation, frame) in enumerate(zip(generations, frames, strict=True)):
-                frame.append(generation.others.pick(out.logits[row, -1]))
+                frame.append(generation.pick(generation.others, out.logits[row, -1]))
             codes, more = torch.tensor([[f[-1]] for f in frames], device=self.device), {}
         return frames
 
     def _take(self, generation: _Speech, frame: list[int]) -> None:
+        if generation.fault is not None:
+            return
         generation.frames.append(frame)
         generation.sound += is_sound(frame, self._end)
         if ends(frame, self._end):

@@ -214,7 +214,9 @@ class GlmImageAREngine(Engine):
 
     def _take(self, generation: _Picture, logits: torch.Tensor) -> None:
         assert generation.plan is not None, "pictures are planned before they are written"
-        token = generation.sampler.pick(logits)
+        token = generation.pick(generation.sampler, logits)
+        if generation.fault is not None:
+            return
         generation.tokens.append(token)
         total = generation.plan.tokens
         generation.finished = token in self._ends or len(generation.tokens) >= total

@@ -22,6 +22,7 @@ from omniq.engines.loading import (
     part_folder,
     tokenizer_folder,
     torch_dtype,
+    whole_arg,
 )
 from omniq.engines.sampling import Sampler, Sampling
 from omniq.engines.text import PromptEncoder, TextStream
@@ -86,6 +87,8 @@ class Generation:
     first_token: float = 0.0
     deterministic: bool = False
     unwanted: bool = False
+    #: [prompt tokens, hidden], kept by engines that hand them on.
+    prompt_states: torch.Tensor | None = None
     #: Set after each step that was for it.
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -155,8 +158,8 @@ class TransformersAREngine(Engine):
             self._model: Any = model.to(self.device).eval()
         text_config = model.config.get_text_config()
         self._context = int(text_config.max_position_embeddings)
-        if (limit := args.get("max_model_len")) is not None:
-            self._context = min(self._context, int(limit))
+        limit = whole_arg(self.stage, "max_model_len", self._context)
+        self._context = min(self._context, limit)
         self._end_ids = _end_ids(model, self._encoder.tokenizer)
         self._recommended = self._recommendations(model, args.get("generation_config", "auto"))
         self._want_hidden = Modality.HIDDEN_STATES in self.stage.output_modalities

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from omniq.engines.base import (
     StageRequest,
 )
 from omniq.engines.faults import engine_faults
-from omniq.engines.inputs import refuse_input
+from omniq.engines.inputs import codes_input
 from omniq.engines.loading import check_engine_args, loading, part_folder, torch_dtype
 from omniq.engines.mimi_stream import MimiStream
 from omniq.errors import ConfigError, EngineError
@@ -76,7 +76,7 @@ class CodecEngine(Engine):
         started, first = time.perf_counter(), 0.0
         pieces: list[torch.Tensor] = []
         stream, cancel = MimiStream(self._codec), threading.Event()
-        async for codes in _chunks(inputs):
+        async for codes in codes_input(inputs):
             piece = await self.in_thread(self._piece, stream, codes, cancel, cancel=cancel)
             if not pieces:
                 first = time.perf_counter() - started
@@ -110,22 +110,6 @@ class CodecEngine(Engine):
         """Free the codec."""
         await super().unload()
         self._codec = None
-
-
-async def _chunks(inputs: Mapping[str, StageInput]) -> AsyncIterator[torch.Tensor]:
-    """Codes as they come: by chunks, or all at once."""
-    if "codes" not in inputs:
-        refuse_input("codes", f"missing; the stage got: {', '.join(inputs) or 'nothing'}")
-    given = inputs["codes"]
-    if given.chunks is None:
-        try:
-            yield given.tensor
-        except ValueError as exc:
-            refuse_input("codes", str(exc))
-        return
-    async for chunk in given.chunks:
-        if chunk.tensors:
-            yield chunk.tensors["codes"]
 
 
 def load_codec(folder: Path, dtype: torch.dtype | str) -> Any:

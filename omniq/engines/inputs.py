@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import NoReturn
 
 import torch
@@ -40,6 +40,27 @@ def tensor_input(inputs: Mapping[str, StageInput], name: str) -> torch.Tensor:
     if not tensor.is_floating_point():
         raise _bad(name, f"must be floating point, is {tensor.dtype}")
     return tensor
+
+
+async def codes_input(inputs: Mapping[str, StageInput]) -> AsyncIterator[torch.Tensor]:
+    """The tensors of input ``codes`` as they come: by chunks, or all at once.
+
+    Raises:
+        InvalidRequest: missing, or something else than one tensor at once.
+    """
+    if "codes" not in inputs:
+        raise _bad("codes", f"missing; the stage got: {', '.join(inputs) or 'nothing'}")
+    given = inputs["codes"]
+    if given.chunks is None:
+        try:
+            codes = given.tensor
+        except ValueError as exc:
+            raise _bad("codes", str(exc)) from exc
+        yield codes
+        return
+    async for chunk in given.chunks:
+        if chunk.tensors:  # the end may come without
+            yield chunk.tensors["codes"]
 
 
 def refuse_input(name: str, message: str) -> NoReturn:

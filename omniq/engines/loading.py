@@ -112,6 +112,21 @@ def check_engine_args(stage: OmniStageConfig, allowed: Collection[str]) -> dict[
     return dict(stage.engine_args)
 
 
+def whole_arg(stage: OmniStageConfig, name: str, default: int, least: int = 1) -> int:
+    """Engine argument ``name``, a whole number of at least ``least``.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    value = stage.engine_args.get(name, default)
+    if type(value) is not int or value < least:
+        raise ConfigError(
+            f"stage {stage.stage_id!r}: engine_args.{name} must be a whole number of at least "
+            f"{least}, got {value!r}"
+        )
+    return value
+
+
 @contextlib.contextmanager
 def loading(stage: OmniStageConfig, folder: Path) -> Iterator[None]:
     """Inside, what ``from_pretrained`` raises for wrong files leaves as :class:`ConfigError`."""

@@ -16,6 +16,8 @@ import torch
 from omniq.engines.base import Engine
 from omniq.engines.batch_cache import BatchCache, can_batch
 from omniq.engines.faults import engine_faults
+from omniq.engines.sampling import Sampler
+from omniq.errors import OmniqError
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -37,6 +39,16 @@ class Generation:
     def over(self) -> bool:
         """Whether no further unit is wanted."""
         return self.finished or self.unwanted or self.fault is not None
+
+    def pick(self, sampler: Sampler, logits: torch.Tensor) -> int:
+        """The next code of its row; where there is none (NaN), 0, and it is this request's fault
+        alone.
+        """
+        try:
+            return sampler.pick(logits)
+        except OmniqError as exc:
+            self.fault = self.fault or exc
+            return 0
 
 
 G = TypeVar("G", bound=Generation)
@@ -71,7 +83,8 @@ class StepLoop(Generic[G]):
 
     Rows of one pass differ from rows alone by rounding; ``deterministic`` requests, and models
     whose cache has windows or recurrent states, have a pass each. A cancelled request is left out
-    of the next step. A pass that fails ends all requests in it.
+    of the next step. A pass that fails ends all requests in it; what fails between passes ends all
+    requests of the step, as nobody knows any more whose rows stand where.
     """
 
     def __init__(self, engine: Engine, model: StepModel[G]) -> None:
@@ -80,6 +93,7 @@ class StepLoop(Generic[G]):
         self._rows: list[G] = []
         self._batch: BatchCache | None = None
         self._apart: dict[G, Any] = {}
+        self._new: list[G] = []
         self._steps: asyncio.Task[None] | None = None
 
     async def run(self, generation: G) -> None:
@@ -105,7 +119,15 @@ class StepLoop(Generic[G]):
     async def _step_on(self) -> None:
         while self._waiting or self._rows or self._apart:
             flying = [*self._rows, *self._apart]
-            flying += await self._engine.in_thread(self._step)
+            try:
+                with engine_faults(f"stage {self._engine.stage.stage_id!r}"):
+                    await self._engine.in_thread(self._step)
+            except Exception as exc:  # each request raises it where it is waited for
+                self._rows, self._batch, self._apart = [], None, {}
+                for generation in (*flying, *self._new):
+                    if not generation.over:
+                        generation.fault = exc
+            flying += self._new
             for generation in flying:
                 generation.stepped.set()
                 if generation.done.done():
@@ -116,14 +138,14 @@ class StepLoop(Generic[G]):
                     generation.done.set_result(None)
 
     @torch.no_grad()
-    def _step(self) -> list[G]:
-        """One new prompt, then a unit for all; returns who is new."""
-        new: list[G] = []
+    def _step(self) -> None:
+        """One new prompt, then a unit for all."""
+        self._new = []
         self._drop_over()
-        while self._waiting and not new:
+        while self._waiting and not self._new:
             generation = self._waiting.pop(0)
             if not generation.unwanted:
-                new.append(generation)
+                self._new.append(generation)
                 self._begin(generation)
         for generation, cache in self._apart.items():
             self._pass([generation], Past(cache))
@@ -133,7 +155,6 @@ class StepLoop(Generic[G]):
             self._pass(self._rows, Past(self._batch.cache, mask, positions))
             self._batch.stepped()
         self._drop_over()
-        return new
 
     def _pass(self, generations: Sequence[G], past: Past) -> None:
         """A forward pass; each request raises what it fails with where it is waited for."""
@@ -142,7 +163,8 @@ class StepLoop(Generic[G]):
                 self._model.decode(generations, past)
         except Exception as exc:
             for generation in generations:
-                generation.fault = generation.fault or exc
+                if not generation.over:
+                    generation.fault = exc
 
     def _begin(self, generation: G) -> None:
         """Prefill; what goes wrong there is the request's own, and the others go on."""

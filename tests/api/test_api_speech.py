@@ -145,3 +145,31 @@ async def test_chunks_alone_do_when_they_are_all_there(asked: Asked) -> None:
         await speaker.say(i, SAMPLES[100 * i : 100 * i + 100])
     await speaker.finish()
     assert heard(await asking)[0] == WHOLE
+
+
+@pytest.mark.parametrize("form", ["wav"], indirect=True)
+@pytest.mark.parametrize("wanted", ["flac", "pcm"])
+async def test_formats_that_need_what_is_not_there(
+    client: httpx.AsyncClient,
+    store: JobStore,
+    form: str,
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: str,
+) -> None:
+    """Without PyAV: refused before a job is made, with the formats that this server writes."""
+    monkeypatch.setattr("omniq_api.openai_compat.sound_stream.find_spec", lambda name: None)
+    body = {"model": "talk", "voice": "any", "input": "x", "response_format": wanted}
+    asking = asyncio.create_task(client.post("/v1/audio/speech", json=body))
+    if wanted == "pcm":
+        speaker = Speaker(store, await only_job(store), form)
+        await speaker.begin()
+        await speaker.say(0, SAMPLES)
+        await speaker.finish()
+    answer = await asking
+    if wanted == "pcm":
+        assert answer.content == WHOLE
+        assert answer.headers["content-type"] == "audio/pcm; rate=8000"
+    else:
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "response_format"
+        assert "wav and pcm only" in answer.json()["error"]["message"]

@@ -15,9 +15,11 @@ from tiny_csm import CODEBOOKS, CODES, FRAME, make_csm
 from omniq.config import OmniStageConfig
 from omniq.engines import create_engine
 from omniq.engines.base import Chunk, Engine, NullEmit, StageInput, StageOutput, StageRequest
+from omniq.engines.batch_cache import BatchCache
 from omniq.engines.codec import load_codec
 from omniq.engines.families.csm import ends, is_sound, portions
 from omniq.engines.mimi_stream import MimiStream, receptive_positions
+from omniq.engines.sampling import Sampler
 from omniq.errors import ConfigError, EngineError, InvalidRequest
 
 TEXT = "hello there"
@@ -282,6 +284,50 @@ async def test_cancelled_speech_leaves_the_others_alone(ar: Engine) -> None:
     assert len(kept.told) < 200
 
 
+async def test_a_step_that_breaks_ends_its_requests_only(
+    ar: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that cannot be joined: whoever was in the step hears of it, and the next are served."""
+    expected = codes_of(await ask(ar, {"seed": 1}, prompt=TEXT))
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no room for two")
+
+    kept = Kept()
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchCache, "join", broken)
+        first = asyncio.create_task(ask(ar, {"max_tokens": 200}, kept, prompt="a red circle"))
+        while not kept.told:
+            await asyncio.sleep(0.001)
+        second = asyncio.create_task(ask(ar, {"max_tokens": 200}, prompt=TEXT))
+        async with asyncio.timeout(30):
+            faults = await asyncio.gather(first, second, return_exceptions=True)
+    assert [type(fault) for fault in faults] == [EngineError, EngineError]
+    assert "no room for two" in str(faults[1])
+    assert torch.equal(codes_of(await ask(ar, {"seed": 1}, prompt=TEXT)), expected)
+
+
+async def test_nan_of_one_row_is_its_own(ar: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others of the pass say what they say alone."""
+    expected = codes_of(await ask(ar, {"seed": 1, "max_tokens": 60}, prompt=TEXT))
+    pick = Sampler.pick
+
+    def poisoned(self: Sampler, logits: torch.Tensor) -> int:
+        if self.sampling.seed == 3 and self._made.total() > 8:
+            logits = torch.full_like(logits, torch.nan)
+        return pick(self, logits)
+
+    monkeypatch.setattr(Sampler, "pick", poisoned)
+    made = await asyncio.gather(
+        ask(ar, {"seed": 3, "max_tokens": 60}, prompt="a red circle"),
+        ask(ar, {"seed": 1, "max_tokens": 60}, prompt=TEXT),
+        return_exceptions=True,
+    )
+    assert isinstance(made[0], EngineError)
+    assert not isinstance(made[1], BaseException)
+    assert torch.equal(codes_of(made[1]), expected)
+
+
 @pytest.mark.parametrize(
     ("params", "inputs", "field"),
     [
@@ -393,7 +439,7 @@ async def test_voices_by_name(made: Callable[..., Path]) -> None:
 
 async def test_models_that_do_not_fit(made: Callable[..., Path], model: Path) -> None:
     """Said at load, with what would fit."""
-    with pytest.raises(ConfigError, match="chunk_frames: must be an integer from 1"):
+    with pytest.raises(ConfigError, match="chunk_frames must be a whole number of at least 1"):
         await loaded(ar_stage(made(), engine_args={"chunk_frames": 0}))
     with pytest.raises(ConfigError, match="voices: must map names to numbers"):
         await loaded(ar_stage(made(), engine_args={"voices": {"alloy": "low"}}))

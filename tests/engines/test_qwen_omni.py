@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from omniq.engines.base import Chunk, NullEmit, StageInput, StageRequest
 from omniq.engines.omni import qwen2_5
 from omniq.engines.omni.reply import ReplyPart
 from omniq.engines.omni.windows import Overlap, Sizes, Sound, Window, Windows
-from omniq.errors import ConfigError, InvalidRequest
+from omniq.errors import ConfigError, EngineError, InvalidRequest
 
 WORDS = "a red circle above a blue square"
 STAGES = ("thinker", "talker", "token2wav")
@@ -199,6 +202,93 @@ async def test_what_is_wrong_is_named(staged: OmniStages, folder: Path) -> None:
     engine = create_engine(omni_stage(folder, "talker", engine_args={"stream_tokens": 0}))
     with pytest.raises(ConfigError, match="stream_tokens must be a whole number of at least 1"):
         await engine.load()
+    for stage_id in ("thinker", "talker"):
+        for wrong in (0, "long", True):
+            args = {"max_model_len": wrong}
+            engine = create_engine(omni_stage(folder, stage_id, engine_args=args))
+            with pytest.raises(ConfigError, match="max_model_len must be a whole number of at lea"):
+                await engine.load()
+
+
+async def test_a_reply_of_another_thinker_is_refused(staged: OmniStages) -> None:
+    """It is no answer without a word, and those in flight go on."""
+    made = await staged.whole(params(), messages=turn(WORDS))
+    talker, reply = staged.engines["talker"], made["thinker"].tensors["reply"]
+
+    def say(tensors: dict[str, torch.Tensor]) -> Any:
+        request = StageRequest("one", params()["talker"], stream=False)
+        return talker.run(request, {"reply": StageInput(tensors=tensors)}, NullEmit())
+
+    wrong = {
+        "hidden_states must be": {"hidden_states": reply["hidden_states"][:, 1:]},
+        "prompt_positions must be": {"prompt_positions": reply["prompt_positions"][:2]},
+        "token_ids must be integers": {"token_ids": reply["token_ids"][None]},
+    }
+    for message, change in wrong.items():
+        good, bad = await asyncio.gather(
+            say(reply), say({**reply, **change}), return_exceptions=True
+        )
+        assert isinstance(bad, InvalidRequest)
+        assert message in str(bad)
+        assert good.tensors["codes"]["codes"].equal(made["talker"].tensors["codes"]["codes"])
+
+
+async def test_rows_that_cannot_be_made_end_their_request_only(
+    staged: OmniStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault while the answer is read: not taken for an answer without a word."""
+    made = await staged.whole(params(), messages=turn(WORDS))
+    talker, reply = staged.engines["talker"], made["thinker"].tensors["reply"]
+    push, first = qwen2_5.ReplyRows.push, []
+
+    def broken(self: qwen2_5.ReplyRows, part: ReplyPart) -> torch.Tensor:
+        first.append(self)
+        if self is not first[0]:
+            raise RuntimeError("no memory for rows")
+        return push(self, part)
+
+    monkeypatch.setattr(qwen2_5.ReplyRows, "push", broken)
+    inputs = {"reply": StageInput(tensors=reply)}
+    request = StageRequest("one", params()["talker"], stream=False)
+    good, bad = await asyncio.gather(
+        *(talker.run(request, inputs, NullEmit()) for _ in range(2)), return_exceptions=True
+    )
+    assert isinstance(bad, EngineError)
+    assert "no memory for rows" in str(bad)
+    assert not isinstance(good, BaseException)
+    assert good.tensors["codes"]["codes"].equal(made["talker"].tensors["codes"]["codes"])
+
+
+async def test_a_request_cancelled_in_its_first_pass_leaves_nothing(
+    staged: OmniStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt's states go with it, although the pass goes on to its end."""
+    thinker: Any = staged.engines["thinker"]
+    begun, go_on, kept = threading.Event(), threading.Event(), []
+    forward = thinker._forward
+
+    def slow(*args: Any, **more: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return forward(*args, **more)
+
+    def done(generation: Any, out: Any) -> None:
+        type(thinker)._prompt_done(thinker, generation, out)
+        kept.append(weakref.ref(generation.prompt_states))
+
+    monkeypatch.setattr(thinker, "_forward", slow)
+    monkeypatch.setattr(thinker, "_prompt_done", done)
+    inputs = {"messages": StageInput(turn(WORDS))}
+    request = StageRequest("gone", params()["thinker"])
+    going = asyncio.create_task(thinker.run(request, inputs, NullEmit()))
+    await asyncio.to_thread(begun.wait, 30)
+    going.cancel()
+    await asyncio.wait([going])
+    go_on.set()
+    await thinker._steps
+    del going
+    gc.collect()
+    assert [ref() for ref in kept] == [None]
 
 
 def test_reply_rows_come_when_the_next_token_is_there() -> None:

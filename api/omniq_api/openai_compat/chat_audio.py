@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from importlib.util import find_spec
 from typing import Any
 
 from omniq.config.served import ServedModel
@@ -13,7 +12,7 @@ from omniq.settings import get_settings
 from omniq_api.openai_compat.faults import SERVER, OpenAIError
 from omniq_api.openai_compat.mapping import unable
 from omniq_api.openai_compat.schemas import ChatRequest
-from omniq_api.openai_compat.sound_stream import SoundPiece
+from omniq_api.openai_compat.sound_stream import SoundPiece, check_writable
 from omniq_api.services import Services
 
 PCM = "pcm16"
@@ -40,9 +39,7 @@ def wants_audio(body: ChatRequest, model: ServedModel) -> bool:
     if body.stream and form != PCM:
         message = f"a stream's audio.format must be {PCM}, not {form!r}"
         raise OpenAIError(400, message, param="audio")
-    if form not in PLAIN and find_spec("av") is None:
-        message = f"audio.format: this server writes {' and '.join(PLAIN)} only (no PyAV)"
-        raise OpenAIError(400, message, param="audio")
+    check_writable(form, PLAIN, "audio.format")
     return True
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,22 @@ Integers = np.ndarray[Any, np.dtype[np.int16]]
 PATIENCE = 15.0
 #: Formats of files that hold the very samples that the chunks had.
 EXACT = ("wav", "flac")
+
+
+def check_writable(form: str, plain: Sequence[str], field: str) -> None:
+    """Whether this server can write sound in that format.
+
+    Args:
+        form: the format.
+        plain: those that need nothing but samples.
+        field: of the request.
+
+    Raises:
+        OpenAIError: 400; it needs PyAV, which is not there.
+    """
+    if form not in plain and find_spec("av") is None:
+        message = f"{field}: this server writes {' and '.join(plain)} only (no PyAV)"
+        raise OpenAIError(400, message, param=field.partition(".")[0])
 
 
 @dataclass(frozen=True, slots=True)

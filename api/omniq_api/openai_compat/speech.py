@@ -7,7 +7,6 @@ import base64
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -15,22 +14,15 @@ from fastapi import APIRouter, Request, Response
 from omniq.config.served import ServedModel
 from omniq.jobs.model import JobRecord
 from omniq_api.openai_compat import answers, mapping, running
-from omniq_api.openai_compat.faults import FAULTS, OpenAIError, OpenAIRoute, responses
+from omniq_api.openai_compat.faults import FAULTS, OpenAIRoute, responses
 from omniq_api.openai_compat.mapping import Submission, input_of, submission_of, unable
 from omniq_api.openai_compat.schemas import SpeechRequest
-from omniq_api.openai_compat.sound_stream import SoundEnded, SoundPiece, SpokenJob
+from omniq_api.openai_compat.sound_stream import SoundEnded, SoundPiece, SpokenJob, check_writable
 from omniq_api.openai_compat.streaming import EVENTS, Wire, streamed
 from omniq_api.services import Live
 
 router = APIRouter(prefix="/audio", route_class=OpenAIRoute)
 
-MEDIA_TYPES = {
-    "mp3": "audio/mpeg",
-    "opus": "audio/ogg",
-    "aac": "audio/aac",
-    "flac": "audio/flac",
-    "wav": "audio/wav",
-}
 #: Formats that need nothing but samples.
 PLAIN = ("wav", "pcm")
 
@@ -67,9 +59,7 @@ def of_speech(body: SpeechRequest, model: ServedModel) -> Submission:
         raise unable(model, "makes no sound", "model")
     if model.text is not None:
         raise unable(model, "answers; use /v1/chat/completions with modalities", "model")
-    if body.response_format not in PLAIN and find_spec("av") is None:
-        message = f"response_format: this server writes {' and '.join(PLAIN)} only (no PyAV)"
-        raise OpenAIError(400, message, param="response_format")
+    check_writable(body.response_format, PLAIN, "response_format")
     pipeline = model.pipeline
     text = input_of(model, "text", "input")
     inputs, names = {text: body.input}, {f"input.{text}": "input"}
@@ -91,8 +81,10 @@ def of_speech(body: SpeechRequest, model: ServedModel) -> Submission:
 
 def _bare(form: str, model: ServedModel) -> Wire:
     """The file's own bytes."""
+    from omniq.outputs.audio import CONTENT_TYPES  # noqa: PLC0415 - imports PIL
+
     rate = model.pipeline.outputs[str(model.audio)].sample_rate
-    kind = MEDIA_TYPES.get(form) or f"audio/pcm; rate={rate}"
+    kind = CONTENT_TYPES.get(form) or f"audio/pcm; rate={rate}"
     return Wire(kind, lambda piece: piece if isinstance(piece, bytes) else b"", b"", None)
 
 

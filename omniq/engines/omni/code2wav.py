@@ -9,10 +9,9 @@ import torch
 
 from omniq.engines.base import Cancelled, NullEmit, StageInput, StageRequest
 from omniq.engines.faults import engine_faults
-from omniq.engines.loading import check_engine_args, loading, part_folder
+from omniq.engines.loading import check_engine_args, loading, part_folder, whole_arg
 from omniq.engines.omni.vocoder import Utterance, VocoderEngine
 from omniq.engines.omni.weights import part_of
-from omniq.errors import ConfigError
 
 #: Of ``chunked_decode`` in transformers, for what nobody streams.
 WHOLE_FRAMES, CONTEXT_FRAMES = 300, 25
@@ -55,14 +54,11 @@ class Code2WavEngine(VocoderEngine):
         )
 
         defaults = {"window_frames": WINDOW_FRAMES, "context_frames": CONTEXT_FRAMES}
-        args = {**defaults, **check_engine_args(self.stage, defaults)}
-        for name, value in args.items():
-            least = int(name == "window_frames")
-            if type(value) is not int or value < least:
-                raise ConfigError(
-                    f"stage {self.stage.stage_id!r}: engine_args.{name} must be a whole number of "
-                    f"at least {least}, got {value!r}"
-                )
+        check_engine_args(self.stage, defaults)
+        args = {
+            name: whole_arg(self.stage, name, value, least=int(name == "window_frames"))
+            for name, value in defaults.items()
+        }
         self.window, self.context = args["window_frames"], args["context_frames"]
         folder = part_folder(self.stage)
         with loading(self.stage, folder):

@@ -50,32 +50,46 @@ def part_of(tensors: Mapping[str, torch.Tensor]) -> ReplyPart:
     Raises:
         InvalidRequest: a tensor is missing.
     """
-    if missing := [name for name in TOKENS if name not in tensors]:
-        refuse_input(NAME, f"needs {', '.join(TOKENS)}; {missing[0]} is missing")
+    needed = (*PROMPT, *TOKENS) if PROMPT[0] in tensors else TOKENS
+    if missing := [name for name in needed if name not in tensors]:
+        refuse_input(NAME, f"needs {', '.join(needed)}; {missing[0]} is missing")
     prompt = None
     if PROMPT[0] in tensors:
         prompt = ThinkerPrompt(*(tensors[name] for name in PROMPT))
     return ReplyPart(tensors[TOKENS[0]], tensors[TOKENS[1]], prompt)
 
 
-async def parts_of(inputs: Mapping[str, StageInput]) -> AsyncIterator[ReplyPart]:
-    """The input ``reply`` as it comes.
+async def parts_of(inputs: Mapping[str, StageInput], size: int) -> AsyncIterator[ReplyPart]:
+    """The input ``reply`` as it comes, of a thinker whose states are ``size`` wide.
 
     Raises:
-        InvalidRequest: there is none, or it does not begin with the prompt.
+        InvalidRequest: there is none, it does not begin with the prompt, or has other shapes.
     """
     if NAME not in inputs:
         refuse_input(NAME, f"missing; the stage got: {', '.join(inputs) or 'nothing'}")
     given, first = inputs[NAME], True
     if given.chunks is None:
-        yield _checked(part_of(given.tensors), first)
+        yield _checked(part_of(given.tensors), first, size)
         return
     async for chunk in given.chunks:
-        yield _checked(part_of(chunk.tensors), first)
+        yield _checked(part_of(chunk.tensors), first, size)
         first = False
 
 
-def _checked(part: ReplyPart, first: bool) -> ReplyPart:
+def _checked(part: ReplyPart, first: bool, size: int) -> ReplyPart:
     if first and part.prompt is None:
         refuse_input(NAME, f"must begin with {', '.join(PROMPT)}")
+    _check_rows(TOKENS, part.ids, part.states, size)
+    if part.prompt is not None:
+        _check_rows((PROMPT[0], PROMPT[2]), part.prompt.ids, part.prompt.states, size)
+        shape = [*part.prompt.positions.shape]
+        if shape != [3, len(part.prompt.ids)]:
+            refuse_input(NAME, f"{PROMPT[1]} must be [3, {len(part.prompt.ids)}], are {shape}")
     return part
+
+
+def _check_rows(names: tuple[str, str], ids: torch.Tensor, states: torch.Tensor, size: int) -> None:
+    if ids.ndim != 1 or ids.is_floating_point():
+        refuse_input(NAME, f"{names[0]} must be integers [n], are {ids.dtype} {[*ids.shape]}")
+    if [*states.shape] != [len(ids), size]:
+        refuse_input(NAME, f"{names[1]} must be [{len(ids)}, {size}], are {[*states.shape]}")

@@ -18,13 +18,19 @@ from omniq.engines.base import Emit, Engine, NullEmit, StageInput, StageOutput, 
 from omniq.engines.batch_cache import BatchCache, can_batch
 from omniq.engines.faults import engine_faults
 from omniq.engines.inputs import refuse_input
-from omniq.engines.loading import check_engine_args, loading, part_folder, torch_dtype
+from omniq.engines.loading import (
+    check_engine_args,
+    loading,
+    part_folder,
+    torch_dtype,
+    whole_arg,
+)
 from omniq.engines.omni import reply
 from omniq.engines.omni.families import family_of
 from omniq.engines.omni.reply import ReplyPart, ThinkerPrompt, parts_of
 from omniq.engines.omni.speakers import Speakers
 from omniq.engines.sampling import Sampler, Sampling
-from omniq.errors import ConfigError, OmniqError
+from omniq.errors import OmniqError
 
 ENGINE_ARGS = frozenset({"attn_implementation", "stream_tokens", "max_model_len"})
 #: Codes of a chunk.
@@ -200,12 +206,7 @@ class TalkerEngine(Engine):
 
     def _load(self) -> None:
         args = check_engine_args(self.stage, self.arguments)
-        self._every = args.get("stream_tokens", STREAM_TOKENS)
-        if type(self._every) is not int or self._every < 1:
-            raise ConfigError(
-                f"stage {self.stage.stage_id!r}: engine_args.stream_tokens must be a whole number "
-                f"of at least 1, got {self._every!r}"
-            )
+        self._every = whole_arg(self.stage, "stream_tokens", STREAM_TOKENS)
         folder = part_folder(self.stage)
         options: dict[str, Any] = {"dtype": torch_dtype(self.stage)}
         if "attn_implementation" in args:
@@ -215,8 +216,8 @@ class TalkerEngine(Engine):
             adapter = getattr(importlib.import_module(module), name)
             self._talker: Talker = adapter(folder, self.device, **options)
         self._context = int(self._talker.config.max_position_embeddings)
-        if (limit := args.get("max_model_len")) is not None:
-            self._context = min(self._context, int(limit))
+        limit = whole_arg(self.stage, "max_model_len", self._context)
+        self._context = min(self._context, limit)
 
     async def warmup(self) -> None:
         """Say a few codes."""
@@ -285,7 +286,7 @@ class TalkerEngine(Engine):
 
     async def _read(self, speech: Speech, inputs: Mapping[str, StageInput]) -> None:
         try:
-            async for part in parts_of(inputs):
+            async for part in parts_of(inputs, self._talker.thinker_size):
                 speech.inbox.append(part)
                 self._wake.set()
             speech.ended = True
@@ -343,7 +344,12 @@ class TalkerEngine(Engine):
         ended: list[tuple[Speech, Exception | None]] = []
         self._drop_ended()
         for speech in [*self._waiting, *self._running]:
-            speech.receive()
+            try:
+                with engine_faults(f"stage {self.stage.stage_id!r}"):
+                    speech.receive()
+            except Exception as exc:  # this request's own; the others go on
+                speech.unwanted = True
+                ended.append((speech, exc))
         for speech in list(self._waiting):
             if speech.unwanted or speech.finish_reason is not None:
                 self._waiting.remove(speech)

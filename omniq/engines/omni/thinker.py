@@ -17,7 +17,7 @@ from omniq.engines.ar_transformers import (
     TransformersAREngine,
 )
 from omniq.engines.base import StageInput, StageOutput
-from omniq.engines.loading import part_folder
+from omniq.engines.loading import part_folder, whole_arg
 from omniq.engines.omni import reply
 from omniq.engines.omni.families import family_of
 from omniq.engines.omni.prompts import MediaPrompts
@@ -38,14 +38,7 @@ class ThinkerEngine(TransformersAREngine):
     arguments: ClassVar[frozenset[str]] = ENGINE_ARGS | {"stream_tokens"}
 
     def _load(self) -> None:
-        self._every = self.stage.engine_args.get("stream_tokens", 1)
-        if type(self._every) is not int or self._every < 1:
-            raise ConfigError(
-                f"stage {self.stage.stage_id!r}: engine_args.stream_tokens must be a whole number "
-                f"of at least 1, got {self._every!r}"
-            )
-        #: Of requests in flight: what stands before their answers' states, and chunks sent.
-        self._prompt_states: dict[Generation, torch.Tensor] = {}
+        self._every = whole_arg(self.stage, "stream_tokens", 1)
         super()._load()
         self._prompts = MediaPrompts(part_folder(self.stage), self._encoder, self._family.processor)
 
@@ -112,16 +105,9 @@ class ThinkerEngine(TransformersAREngine):
         if self._want_hidden:
             states = out.hidden_states[-1] if self._layer is None else self._layer_states
             assert states is not None, "the layer was passed"
-            self._prompt_states[generation] = states[0].to("cpu", copy=True)
+            generation.prompt_states = states[0].to("cpu", copy=True)
 
     async def _follow(self, generation: Generation) -> None:
-        try:
-            await self._send_on(generation)
-        except BaseException:
-            self._prompt_states.pop(generation, None)
-            raise
-
-    async def _send_on(self, generation: Generation) -> None:
         """Hand on what is said, up to the end."""
         sent = 0
         while self._want_hidden and not generation.done.done():
@@ -144,7 +130,8 @@ class ThinkerEngine(TransformersAREngine):
 
     def _reply(self, generation: Generation, start: int, stop: int) -> dict[str, torch.Tensor]:
         answer = generation.sequences[0]
-        states = self._prompt_states[generation]
+        states = generation.prompt_states
+        assert states is not None, "they come with the first token"
         rows = answer.rows[start:stop]
         tensors = {
             "token_ids": torch.tensor(answer.tokens[start:stop], dtype=torch.int64),
@@ -162,5 +149,4 @@ class ThinkerEngine(TransformersAREngine):
         if self._want_hidden:
             count = len(generation.sequences[0].tokens)
             output.tensors[reply.NAME] = self._reply(generation, 0, count)
-            del self._prompt_states[generation]
         return output

@@ -13,7 +13,7 @@ import torch
 from omniq.engines.base import Cancelled, NullEmit, StageInput, StageRequest
 from omniq.engines.faults import engine_faults
 from omniq.engines.inputs import refuse_input
-from omniq.engines.loading import check_engine_args, loading, part_folder
+from omniq.engines.loading import check_engine_args, loading, part_folder, whole_arg
 from omniq.engines.omni.speakers import Speakers
 from omniq.engines.omni.vocoder import Utterance, VocoderEngine
 from omniq.engines.omni.weights import part_of
@@ -82,14 +82,11 @@ class Token2WavEngine(VocoderEngine):
             "future_blocks": BLOCKS_BEHIND,
             "overlap": OVERLAP,
         }
-        args = {**defaults, **check_engine_args(self.stage, defaults)}
-        for name, value in args.items():
-            least = int(name == "window_blocks")
-            if type(value) is not int or value < least:
-                raise ConfigError(
-                    f"stage {self.stage.stage_id!r}: engine_args.{name} must be a whole number of "
-                    f"at least {least}, got {value!r}"
-                )
+        check_engine_args(self.stage, defaults)
+        args = {
+            name: whole_arg(self.stage, name, value, least=int(name == "window_blocks"))
+            for name, value in defaults.items()
+        }
         if self.stage.dtype not in ("auto", "float32"):
             raise ConfigError(
                 f"stage {self.stage.stage_id!r}: token2wav computes in float32, not in "

@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from omniq.engines.base import Emit, Engine, StageInput, StageOutput, StageRequest
-from omniq.engines.inputs import refuse_input
+from omniq.engines.inputs import codes_input, refuse_input
 
 
 class Utterance(abc.ABC):
@@ -79,7 +79,7 @@ class VocoderEngine(Engine):
                 if request.stream:
                     await emit.achunk("audio", tensors={"audio": sound})
 
-        async for codes in codes_of(inputs):
+        async for codes in codes_input(inputs):
             utterance.push(codes)
             if request.stream:
                 await say(ended=False)
@@ -95,19 +95,3 @@ class VocoderEngine(Engine):
         if length:
             metrics["real_time_factor"] = busy / length
         return StageOutput(tensors={"audio": {"audio": audio}}, metrics=metrics)
-
-
-async def codes_of(inputs: Mapping[str, StageInput]) -> AsyncIterator[torch.Tensor]:
-    """The input ``codes`` as it comes.
-
-    Raises:
-        InvalidRequest: there is none.
-    """
-    if "codes" not in inputs:
-        refuse_input("codes", f"missing; the stage got: {', '.join(inputs) or 'nothing'}")
-    given = inputs["codes"]
-    if given.chunks is None:
-        yield given.tensor
-        return
-    async for chunk in given.chunks:
-        yield chunk.tensors["codes"]
