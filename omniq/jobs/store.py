@@ -102,6 +102,7 @@ class JobStore:
         admission: Admission | None = None,
         again: Again | None = None,
         hook: str | None = None,
+        room_for: int = 1,
     ) -> JobRecord:
         """Record a job as queued, emit ``job.queued`` and send the messages that start it.
 
@@ -112,6 +113,7 @@ class JobStore:
             admission: limits of its pipeline; by default those of the settings.
             again: if a job was made with this key already, that one is the answer.
             hook: JSON of whom to tell of the job's end (:mod:`omniq.jobs.webhooks`).
+            room_for: jobs, with this one, for which there must be room.
 
         Raises:
             Refused: a limit is reached; the job leaves no trace.
@@ -134,7 +136,7 @@ class JobStore:
                     "" if spec.deadline is None else repr(spec.deadline),
                     channel,
                     _dumps([ref.model_dump_json() for ref in spec.files.values()]),
-                    admission.ask(spec, self.share, again=again, hook=hook),
+                    admission.ask(spec, self.share, again=again, hook=hook, room_for=room_for),
                     *_posted(posts),
                 ],
                 keys.jobs_index(),

@@ -501,6 +501,55 @@ async def test_faulty_keys_are_refused(store: JobStore, key: str) -> None:
         await new(store, idempotency_key=key)
 
 
+async def test_jobs_of_one_request_have_one_key_and_are_told_apart(store: JobStore) -> None:
+    """A key of the greatest length fits all of them, and stands for so many jobs."""
+    key = "k" * 255
+    jobs = [await new(store, idempotency_key=key, part=(i, 3)) for i in range(3)]
+    again = [await new(store, idempotency_key=key, part=(i, 3)) for i in range(3)]
+    assert len({job.id for job in jobs}) == 3
+    assert [job.id for job in again] == [job.id for job in jobs]
+    for parts in (1, 2, 4):
+        with pytest.raises(IdempotencyConflict):
+            await new(store, idempotency_key=key, part=(0, parts))
+    await new(store, idempotency_key="a", part=(1, 2))
+    assert not (await new(store, idempotency_key="a#1", part=(0, 2))).replayed
+
+
+async def test_a_request_of_several_jobs_is_refused_before_it_uses_up_anything(
+    store: JobStore, setting: Any
+) -> None:
+    share = Share(tenant="ada", rate=0.01, burst=4, daily=5, max_jobs=6)
+    for _ in range(2):
+        await new(store, share)
+    with pytest.raises(ShareUsed) as refused:
+        await new(store, share, room_for=3)
+    assert refused.value.limit == "rate"
+    assert 90 < refused.value.retry_after <= 100, "until there is room for all three"
+    for left in (2, 1):
+        await new(store, share, room_for=left)
+    for limits, count in (({"daily": 5}, 2), ({"max_jobs": 5}, 2)):
+        with pytest.raises(ShareUsed):
+            await new(store, Share(tenant="ada", **limits), room_for=count)
+    setting("max_jobs", 5)
+    with pytest.raises(Overloaded):
+        await new(store, BOB, room_for=2)
+    await new(store, BOB)
+
+
+async def test_jobs_held_back_do_not_starve_when_the_last_key_is_revoked(
+    store: JobStore, setting: Any
+) -> None:
+    setting("fair_window", 2)
+    await let_share(store)
+    held = [await new(store, ADA) for _ in range(6)]
+    await store.redis.delete(keys.api_keys())
+    order = []
+    for _ in range(30):
+        await new(store)
+        order.append([await serve(store, stage) for stage in reversed(STAGES)][-1])
+    assert {job.id for job in held} <= set(order)
+
+
 # -- leaving nothing ---------------------------------------------------------------------------
 
 
