@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import http.server
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -188,6 +189,44 @@ async def test_an_address_is_checked_again_when_it_is_used(
     fault = await webhooks.Deliverer(store)._send(Due(job.id, hook, 1))
     assert fault is not None and "not public" in fault
     assert receiver.got == []
+
+
+async def test_a_receiver_that_does_not_answer_holds_up_no_other(
+    receiver: Receiver,
+    client: httpx.AsyncClient,
+    store: JobStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More messages for it than are sent at once, all due before the other one's."""
+    monkeypatch.setenv("OMNIQ_WEBHOOK_TIMEOUT", "60")
+    get_settings.cache_clear()
+    deaf = socket.create_server(("127.0.0.1", 0), backlog=100)
+    try:
+        for url in [f"http://127.0.0.1:{deaf.getsockname()[1]}/"] * 40 + [receiver.url]:
+            body = {**BODY, "webhook": {"url": url}}
+            job_id = (await client.post("/v1/jobs", json=body)).json()["id"]
+            await client.post(f"/v1/jobs/{job_id}/cancel")
+        await got(receiver, 1)
+    finally:
+        deaf.close()
+
+
+async def test_a_hook_that_cannot_be_read_holds_up_no_other(
+    receiver: Receiver, client: httpx.AsyncClient, store: JobStore
+) -> None:
+    body = {**BODY, "webhook": {"url": receiver.url}}
+    for faulty in (True, False):
+        job_id = (await client.post("/v1/jobs", json=body)).json()["id"]
+        if faulty:
+            await store.redis.hset(keys.job(job_id), "hook", '{"url":"x","later":1}')
+        await client.post(f"/v1/jobs/{job_id}/cancel")
+    await got(receiver, 1)
+    assert json.loads(receiver.got[0][1])["data"]["id"] == job_id
+
+    async def settled() -> bool:
+        return not await store.redis.exists(keys.webhooks())
+
+    await eventually(settled)
 
 
 def test_signatures_are_those_of_the_specification() -> None:
