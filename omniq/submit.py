@@ -87,9 +87,16 @@ async def submit(
         wanted = None if outputs is None else sorted(outputs)
         asked = (pipeline, inputs, parameters or {}, priority, timeout, metadata or {}, wanted)
         again = _again(idempotency_key, part, asked, webhook)
-    hook = None if webhook is None else await webhooks.checked(webhook)
-    nbytes = 0
-    if config.files or get_settings().remote_media:
+    hook, nbytes = None, 0
+    looks = bool(config.files or get_settings().remote_media)
+    if again is not None and (looks or webhook is not None):
+        # What it names may be gone by now, and its files need no room.
+        known = await store.known(again)
+        if known is not None:
+            return known
+    if webhook is not None:
+        hook = await webhooks.checked(webhook)
+    if looks:
         spec, nbytes = await _with_files(store, config, spec)
     record: JobRecord | None = None
     try:

@@ -155,10 +155,7 @@ class JobStore:
             case b"same":
                 return (await self.get(answer[1].decode())).model_copy(update={"replayed": True})
             case b"conflict":
-                raise IdempotencyConflict(
-                    "this idempotency key was used for a request that asked for something else",
-                    hint="use a new key for every new request",
-                )
+                raise _conflict()
             case b"refused":
                 refused = refusal(answer)
                 self.usage = self.share.after(refused)
@@ -168,6 +165,25 @@ class JobStore:
         return JobRecord(
             spec=spec, state=JobState.QUEUED, stages={s: StageRecord() for s in spec.stages}
         )
+
+    async def known(self, again: Again) -> JobRecord | None:
+        """The job of an earlier request with this key, if it is kept; :meth:`create` looks as well.
+
+        Raises:
+            IdempotencyConflict: the key was used for something else.
+        """
+        with broker_errors():
+            found = await self.redis.get(keys.idempotency(self.share.tenant, again.key))
+        if found is None:
+            return None
+        asked, job_id = found.decode().split()
+        try:
+            record = await self.get(job_id)
+        except JobNotFound:
+            return None
+        if asked != again.print:
+            raise _conflict()
+        return record.model_copy(update={"replayed": True})
 
     async def get(self, job_id: str) -> JobRecord:
         """The job's record.
@@ -516,6 +532,13 @@ class JobStore:
         up; for a server that stops.
         """
         self._watching.stop()
+
+
+def _conflict() -> IdempotencyConflict:
+    return IdempotencyConflict(
+        "this idempotency key was used for a request that asked for something else",
+        hint="use a new key for every new request",
+    )
 
 
 def _is_late(record: JobRecord) -> bool:

@@ -31,6 +31,7 @@ from omniq.errors import (
 from omniq.jobs.admission import Admission, Share, pool_pressure
 from omniq.jobs.model import JobRecord, JobState, StageResult, Verdict
 from omniq.jobs.store import JobStore
+from omniq.jobs.webhooks import Webhook
 from omniq.jobs.workers import WorkerRegistry
 from omniq.publish import Parent, post
 from omniq.settings import get_settings
@@ -382,6 +383,28 @@ async def test_jobs_held_back_that_end_are_passed_over(store: JobStore, setting:
         assert (await store.get(job.id)).state is JobState.SUCCEEDED
 
 
+async def test_nothing_is_left_of_jobs_that_end_while_they_are_held_back(
+    store: JobStore, setting: Any
+) -> None:
+    """Whoever makes and cancels jobs for ever, while nothing is served, fills no list."""
+    setting("fair_window", 2)
+    await let_share(store)
+    first = [(await new(store, ADA)).id for _ in range(2)]
+    held = [await new(store, ADA, priority=i % 10) for i in range(20)]
+    late = await new(store, ADA, timeout=0.05)
+    lists = await store.redis.keys("omniq:pen:small|ada|*")
+    assert sum([await store.redis.llen(key) for key in lists]) == 21
+    for job in held:
+        await store.cancel(job.id)
+        assert not await store.redis.hexists(keys.job(job.id), "held")
+    await asyncio.sleep(0.1)
+    assert (await store.get(late.id)).state is JobState.EXPIRED
+    assert not await store.redis.keys("omniq:pen:small|ada|*")
+    last = await new(store, ADA)
+    assert await drain(store) == [*first, last.id]
+    assert not await store.redis.keys("omniq:pen:*")
+
+
 async def test_a_lost_message_does_not_keep_the_others_back(store: JobStore, setting: Any) -> None:
     """Room is what the queues have, not what was counted: nothing that dies can use it up."""
     setting("fair_window", 2)
@@ -548,6 +571,22 @@ async def test_jobs_held_back_do_not_starve_when_the_last_key_is_revoked(
         await new(store)
         order.append([await serve(store, stage) for stage in reversed(STAGES)][-1])
     assert {job.id for job in held} <= set(order)
+
+
+async def test_a_request_that_comes_again_needs_nothing_of_what_it_names(
+    store: JobStore, setting: Any
+) -> None:
+    """Its webhook's host may be gone by then, or there may be no room for its files."""
+    hook = Webhook(url="https://8.8.8.8/")
+    first = await new(store, idempotency_key="k", webhook=hook)
+    setting("webhook_allow", '["example.com"]')
+    assert (await new(store, idempotency_key="k", webhook=hook)).id == first.id
+    with pytest.raises(IdempotencyConflict):
+        await new(store, idempotency_key="k", priority=6, webhook=hook)
+    with pytest.raises(InvalidRequest, match="not allowed"):
+        await new(store.of(BOB), BOB, idempotency_key="k", webhook=hook)
+    with pytest.raises(InvalidRequest, match="not allowed"):
+        await new(store, idempotency_key="other", webhook=hook)
 
 
 # -- leaving nothing ---------------------------------------------------------------------------
