@@ -86,7 +86,7 @@ class Deliverer:
                 logger.info("webhook of job %s: %s; again in %.0f s", due.job, fault, again)
             elif fault is not None:
                 logger.warning("webhook of job %s: %s; given up", due.job, fault)
-            await self._schedule.settle(due.job, again)
+            await self._schedule.settle(due, again)
         except BrokerUnavailable as exc:
             logger.warning("webhook of job %s is sent again after its lease: %s", due.job, exc)
 
@@ -117,13 +117,15 @@ async def _post(record: JobRecord, hook: Webhook) -> str | None:
     target = await checked_url(
         hook.url, allow=settings.webhook_allow, schemes=settings.webhook_schemes
     )
-    finished = datetime.fromtimestamp(record.finished or record.spec.created, UTC).isoformat()
+    ended = record.finished or record.spec.created
+    finished = datetime.fromtimestamp(ended, UTC).isoformat()
     body = message(record.state.value, finished, job_view(record, "").model_dump(mode="json"))
     headers = {
         "host": target.host_header,
         "content-type": "application/json",
         "user-agent": "omniq",
-        **signed(f"{record.id}.ended", int(time.time()), body, hook.secret),
+        # Of this end: a job that is tried again ends again, which is another message.
+        **signed(f"{record.id}.{ended * 1e6:.0f}", int(time.time()), body, hook.secret),
     }
     timeout = httpx.Timeout(settings.webhook_timeout)
     async with (

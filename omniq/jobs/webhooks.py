@@ -65,6 +65,8 @@ class Due:
     """With this one."""
     receiver: str = ""
     """Whose it is: a tenant, or else a host."""
+    lease: str = ""
+    """Its end, by which the one who has it is known."""
 
 
 class Schedule:
@@ -85,20 +87,25 @@ class Schedule:
         arguments = [most, repr(lease), each or most, orjson.dumps(has or {})]
         found = iter(await self._run("claim_hooks", "-", arguments))
         due = []
-        for job, hook, tries, receiver in zip(found, found, found, found, strict=True):
+        for job, hook, tries, receiver, end in zip(*[found] * 5, strict=True):
             try:
                 webhook = Webhook.model_validate_json(hook)
             except ValidationError:
                 # Of another version of omniq: it must not hold up the others.
                 logger.exception("the webhook of job %s cannot be read; given up", job.decode())
-                await self.settle(job.decode(), None)
+                await self._settle(job, end, "")
                 continue
-            due.append(Due(job.decode(), webhook, int(tries), receiver.decode()))
+            due.append(Due(job.decode(), webhook, int(tries), receiver.decode(), end.decode()))
         return due
 
-    async def settle(self, job_id: str, again: float | None) -> None:
-        """A message needs no other try, or one in ``again`` seconds."""
-        await self._run("settle_hook", "-", [job_id, "" if again is None else repr(again)])
+    async def settle(self, due: Due, again: float | None) -> None:
+        """A message needs no other try, or one in ``again`` seconds; nothing happens if its lease
+        has lapsed and another one has it, or if its job has ended anew.
+        """
+        await self._settle(due.job, due.lease, "" if again is None else repr(again))
+
+    async def _settle(self, *arguments: str | bytes) -> None:
+        await self._run("settle_hook", "-", arguments)
 
 
 def secret_bytes(secret: str) -> bytes:

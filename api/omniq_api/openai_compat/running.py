@@ -55,6 +55,8 @@ async def submitted(
         if isinstance(exc, InvalidRequest):
             raise mapping.in_openai_terms(exc, each) from exc
         raise
+    if services.idempotency_key is not None:  # and so these are the request's own
+        services.replayed = all(job.replayed for job in done)
     return done
 
 

@@ -225,6 +225,9 @@ give_up_place = function()
   note_end(open_jobs(pipeline), ends_of(pipeline), id)
   if tenant then note_end(tenant_key(tenant, 'open'), tenant_key(tenant, 'ends'), id) end
   if get('inbytes') then forget_input(id .. WINDOW .. get('inbytes')) end
-  if get('hook') then redis.call('ZADD', PREFIX .. 'webhooks', now(), id) end
+  if get('hook') then
+    redis.call('HDEL', JOB, 'hook|tries')  -- of an earlier end
+    redis.call('ZADD', PREFIX .. 'webhooks', now(), id)
+  end
   let_go(pipeline)
 end
