@@ -134,7 +134,10 @@ async def _followed(url: str, field: str) -> bytes:
                 extensions={"sni_hostname": target.host},
             ) as response:
                 if response.status_code in REDIRECTS and "location" in response.headers:
-                    url = urljoin(url, response.headers["location"])
+                    try:
+                        url = urljoin(url, response.headers["location"])
+                    except ValueError as exc:  # such as brackets that hold no address
+                        raise invalid(field, "its host redirects to what is no URL") from exc
                     client.cookies.clear()
                     continue
                 return await _read(response, field)
