@@ -85,9 +85,9 @@ def configuration(settings: Settings) -> dict[str, Any]:
             "queue_order_strategy": "priority",
             "visibility_timeout": settings.visibility_timeout,
             # kombu restores what is overdue every 10 x 10 s by default.
-            "unacked_restore_interval": min(2.0, settings.visibility_timeout / 4),
+            "unacked_restore_interval": min(1.0, settings.visibility_timeout / 8),
             "unacked_restore_throttle": 1,
-            "unacked_key": f"{namespace}:unacked",
+            "unacked_key": keys.unacked(),
             "unacked_index_key": f"{namespace}:unacked_index",
             "unacked_mutex_key": f"{namespace}:unacked_mutex",
             "socket_connect_timeout": CONNECT_TIMEOUT,

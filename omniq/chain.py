@@ -62,6 +62,16 @@ def early_post(
     return post(_stage(spec, stage, sender), chain=behind[::-1] or None, parent=parent)
 
 
+def post_again(spec: JobSpec, pipeline: PipelineConfig, stage: str) -> Post:
+    """The message that starts ``stage`` of a job whose own was lost, with all that comes behind."""
+    app.follow_settings()
+    if not pipeline.is_linear:
+        return post(_linked(spec, pipeline, stage, None))
+    order = pipeline.topological_order()
+    behind = [_stage(spec, s) for s in order[order.index(stage) + 1 :]]
+    return post(_stage(spec, stage), chain=behind[::-1] or None)
+
+
 def task_id(job_id: str, stage: str, parent: str | None = None) -> str:
     """Celery's id of a stage's task; a join has one for each parent that sends it."""
     return f"{job_id}.{stage}.{parent}" if parent else f"{job_id}.{stage}"

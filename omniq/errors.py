@@ -136,6 +136,18 @@ class ShareUsed(Refused):
     whose = "your"
 
 
+class DeadLetterNotFound(OmniqError):
+    """No dead letter with that id (any more)."""
+
+    code = "dead_letter_not_found"
+
+
+class DeadLetterLost(OmniqError):
+    """The dead letter cannot be tried again."""
+
+    code = "dead_letter_lost"
+
+
 class JobFailed(OmniqError):
     """A job ended as failed, cancelled or expired; raised where a caller waits for its result."""
 

@@ -109,6 +109,26 @@ def webhooks() -> str:
     return f"{_ns()}:webhooks"
 
 
+def reconciler(pipeline: str) -> str:
+    """String with TTL: somebody looks after this pipeline's jobs (:mod:`omniq.jobs.reconcile`)."""
+    return f"{_ns()}:reconciler:{pipeline}"
+
+
+def unacked() -> str:
+    """Hash: messages that workers hold, by delivery tag, as kombu notes them."""
+    return f"{_ns()}:unacked"
+
+
+def dead_letters() -> str:
+    """Sorted set: ids of jobs that failed and may be tried again, by the time of the failure."""
+    return f"{_ns()}:dead"
+
+
+def undecodable() -> str:
+    """List: what came by a queue and is no message, the newest first."""
+    return f"{_ns()}:undecodable"
+
+
 def cancel_channel() -> str:
     """Pub/sub channel: ids of jobs whose running stages must stop."""
     return f"{_ns()}:cancel"

@@ -163,9 +163,27 @@ class Settings(BaseSettings):
     )
 
     visibility_timeout: float = Field(
-        15.0,
+        4.0,
         gt=1,
         description="A task whose worker has not renewed its lease for so long is delivered again.",
+    )
+    stall_timeout: float = Field(
+        10.0,
+        gt=1,
+        description="A worker whose engine loop has not turned for so long loses its tasks to "
+        "others. Single steps of a model may take longer: they do not run on that loop.",
+    )
+    hang_timeout: float = Field(
+        120.0,
+        gt=1,
+        description="A worker whose engine loop has not turned for so long is ended, with the "
+        "stacks of its threads in its log; `omniq worker --restart` starts another.",
+    )
+    reconcile_interval: float = Field(
+        5.0,
+        gt=0,
+        description="So often one of a pipeline's workers looks for jobs whose message was lost, "
+        "and that have not changed for as long; it sends the message again.",
     )
     heartbeat: float = Field(2.0, gt=0, description="How often workers say they are alive.")
     drain_seconds: float = Field(
@@ -188,6 +206,15 @@ class Settings(BaseSettings):
         7 * 86_400.0,
         ge=0,
         description="Jobs that are no longer kept are answered 410, not 404, at least so long.",
+    )
+    dead_letter_retention: float = Field(
+        7 * 86_400.0,
+        gt=0,
+        description="Jobs that failed for good, other than by their request, can be tried again "
+        "for so long (`omniq dlq`).",
+    )
+    max_dead_letters: int = Field(
+        10_000, gt=0, description="Most of them kept; the oldest go first."
     )
     max_artifact_bytes: int = Field(256 << 20, gt=0, description="Largest single artifact.")
     max_events: int = Field(

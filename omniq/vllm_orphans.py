@@ -6,20 +6,69 @@ itself would go on for ever, with the accelerator's memory, after a ``kill -9`` 
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import multiprocessing
 import os
 import select
+import shutil
 import signal
+import tempfile
 import threading
+from pathlib import Path
 
 #: Environment variable: process id of the worker; the engine process inherits it.
 PARENT = "_OMNIQ_VLLM_PARENT"
 THREAD = "omniq-parent"
+#: Environment variable of vLLM: folder of the sockets between its processes.
+SOCKETS = "VLLM_RPC_BASE_PATH"
+#: Of this process's own such folders; and of one that nobody holds locked yet.
+FOLDER, UNLOCKED = "omniq-vllm-", ".omniq-vllm-"
+_held: dict[int, tuple[Path, int]] = {}
 
 
 def claim() -> None:
-    """Say that engine processes started from now on are this process's."""
+    """Say that engine processes started from now on are this process's, and have their sockets in
+    a folder of its own: those of killed processes, which nobody else would unlink, are removed with
+    their folders by the next claim.
+    """
     os.environ[PARENT] = str(os.getpid())
+    mine = _held.get(os.getpid())
+    if mine is None and Path(os.environ.get(SOCKETS, FOLDER)).name.startswith(FOLDER):
+        sweep()
+        mine = _held[os.getpid()] = _new_folder()
+        os.environ[SOCKETS] = str(mine[0])
+        atexit.register(_remove, os.getpid(), mine[0])
+
+
+def sweep() -> None:
+    """Remove the folders of processes that are gone."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:  # another's, or gone
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _new_folder() -> tuple[Path, int]:
+    """A folder, and the lock on it that lasts as long as this process and those it forks."""
+    made = Path(tempfile.mkdtemp(prefix=UNLOCKED))
+    lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return made.rename(made.with_name(made.name.removeprefix("."))), lock
+
+
+def _remove(pid: int, folder: Path) -> None:
+    if os.getpid() == pid:  # not a forked one's end
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_with_parent() -> None:

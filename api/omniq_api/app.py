@@ -16,7 +16,7 @@ from omniq_api import openapi, problems
 from omniq_api.keys import ApiKeyMiddleware
 from omniq_api.limits import BodyLimitMiddleware
 from omniq_api.openai_compat import routes as openai_routes
-from omniq_api.routes import artifacts, generate, health, jobs, pipelines
+from omniq_api.routes import artifacts, dlq, generate, health, jobs, pipelines
 from omniq_api.services import open_services
 
 DESCRIPTION = """
@@ -31,6 +31,7 @@ TAGS = [
     {"name": "generate", "description": "One call from prompt to result."},
     {"name": "openai", "description": "Language models and pictures, for clients of OpenAI's API."},
     {"name": "jobs", "description": "Durable requests and their results."},
+    {"name": "dead letters", "description": "Jobs that failed for good, and may be tried again."},
     {"name": "pipelines", "description": "What can be asked for."},
     {"name": "system", "description": "Health, readiness, workers."},
 ]
@@ -62,7 +63,7 @@ def create_app() -> FastAPI:
     )
     app.state.stopping = asyncio.Event()
     app.include_router(jobs.submission)  # first: routes are tried in this order
-    for module in (openai_routes, generate, jobs, artifacts, pipelines, health):
+    for module in (openai_routes, generate, jobs, artifacts, dlq, pipelines, health):
         app.include_router(module.router)
 
     @app.get("/", include_in_schema=False)

@@ -40,6 +40,8 @@ STATUS: dict[type[errors.OmniqError], int] = {
     errors.ShareUsed: 429,
     errors.Overloaded: 503,
     errors.ArtifactNotFound: 404,
+    errors.DeadLetterNotFound: 404,
+    errors.DeadLetterLost: 409,
     errors.BrokerUnavailable: 503,
     errors.NotReady: 503,
     errors.StoreFull: 503,

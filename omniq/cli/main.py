@@ -19,6 +19,8 @@ COMMANDS = {
     "generate": ("omniq.cli.generate", "Make one output from a prompt and save it."),
     "jobs": ("omniq.cli.jobs", "List, show, watch and cancel jobs."),
     "keys": ("omniq.cli.keys", "Make, list and revoke tenants' API keys."),
+    "dlq": ("omniq.cli.dlq", "Dead letters: jobs that failed for good; list, show, retry, drop."),
+    "reconcile": ("omniq.cli.reconcile", "Send lost messages of unfinished jobs again, once."),
     "inspect": ("omniq.cli.inspect", "Workers, queues and blob stores of the running system."),
     "pipelines": ("omniq.cli.pipelines", "List the available pipelines."),
     "models": ("omniq.cli.models", "List the model families that `omniq serve` knows."),

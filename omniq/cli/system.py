@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import sys
@@ -16,6 +17,7 @@ from omniq.runtime.broker import run_broker
 from omniq.runtime.external import CONNECT_TIMEOUT, wait_for_server
 from omniq.runtime.machine import cpu_count
 from omniq.runtime.processes import all_processes, procfile
+from omniq.runtime.restart import Restarter
 from omniq.runtime.supervise import require, supervise
 from omniq.settings import get_settings
 
@@ -70,7 +72,10 @@ def api(host: str | None, port: int | None) -> None:
 @click.option("--stage", required=True, help="Stage id.")
 @click.option("--devices", help="Comma-separated, e.g. 0 or 0,1 or cpu; default: as configured.")
 @click.option("--name", help="Worker name; default: made from stage, host and process id.")
-def worker(pipeline: str, stage: str, devices: str | None, name: str | None) -> None:
+@click.option(
+    "--restart", is_flag=True, help="Start it again whenever it ends, after growing pauses."
+)
+def worker(pipeline: str, stage: str, devices: str | None, name: str | None, restart: bool) -> None:
     """Run the worker of one stage: load its model, report ready, then consume its queue.
 
     Unless OMP_NUM_THREADS says otherwise, it computes with its share of this machine's CPUs: all of
@@ -79,6 +84,12 @@ def worker(pipeline: str, stage: str, devices: str | None, name: str | None) -> 
     config = get_pipeline(pipeline)
     if stage not in (known := [s.stage_id for s in config.stages]):
         raise ConfigError(f"pipeline {pipeline} has no stage {stage!r}; it has: {', '.join(known)}")
+    if restart:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+        arguments = ["worker", "--pipeline", pipeline, "--stage", stage]
+        for option, value in (("--devices", devices), ("--name", name)):
+            arguments += [option, value] if value else []
+        sys.exit(Restarter(arguments, pipeline, stage).run())
     # Before torch is imported. Workers that all take every CPU wait for each other's threads: on a
     # busy machine a step then takes many times as long.
     share = max(1, cpu_count() // len(config.stages))

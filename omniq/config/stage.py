@@ -193,7 +193,15 @@ class OmniStageConfig(ConfigModel):
         description="Messages in its queue at which no more jobs are accepted; default "
         "OMNIQ_MAX_WAITING.",
     )
-    time_limit: float | None = Field(None, gt=0, description="Seconds one run may take.")
+    time_limit: float | None = Field(
+        None, gt=0, description="Seconds one run may take; then its request is cancelled and fails."
+    )
+    stop_limit: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds an engine may take to stop a request that was cancelled or is late. "
+        "Then it is stuck: its worker ends, and what ran there is delivered again.",
+    )
     more_parameters: list[str] = Field(
         default_factory=list,
         description="Parameters of other engine types that this stage's engine takes too.",

@@ -90,18 +90,25 @@ def opened(data: bytes, field: str, kind: str, most_pixels: int = 1) -> Iterator
             container_options={"format_whitelist": ",".join(FORMATS[kind])},
             io_open=_refuse_to_open,
         )
-    except MemoryError:
-        raise
     except Exception as exc:  # a format that is not read, or a head that is broken in any way
+        if _is_ours(exc):
+            raise
         reason = getattr(exc, "strerror", None) or exc
         raise unsupported(field, f"must be {NAMES[kind]} that can be read: {reason}") from exc
     try:
         with container:
             yield container, _stream_of(container, field, kind, most_pixels)
-    except (OmniqError, MemoryError):
+    except OmniqError:
         raise
     except Exception as exc:  # broken files take FFmpeg's readers anywhere
+        if _is_ours(exc):
+            raise
         raise invalid(field, f"the {kind} cannot be decoded: {exc}") from exc
+
+
+def _is_ours(exc: Exception) -> bool:
+    """Whether this process lacks memory. FFmpeg says so of files, too, that claim absurd sizes."""
+    return isinstance(exc, MemoryError) and not hasattr(exc, "errno")
 
 
 def _stream_of(container: Any, field: str, kind: str, most_pixels: int) -> Any:

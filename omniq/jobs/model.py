@@ -161,7 +161,9 @@ class JobEvent(BaseModel):
     ``total``), ``stage.delta`` (``output``, ``value``; of an output made by chunks also
     ``sequence``, and ``artifact`` for tensors), ``stage.preview`` (``image``, ``step``,
     ``content_type``, ``width``, ``height``, ``url``: a data URL), ``stage.succeeded``,
-    ``stage.retrying``, ``stage.failed``, ``job.cancelling`` and one final
+    ``stage.retrying``, ``stage.requeued`` (its message was lost), ``stage.failed``,
+    ``job.requeued`` (a dead letter is tried again),
+    ``job.cancelling`` and one final
     ``job.succeeded|failed|cancelled|expired``.
     """
 

@@ -47,7 +47,13 @@ def call(job_id: str, args: Sequence[Any], *more_keys: str) -> tuple[list[str], 
     ``more_keys`` are the script's own.
     """
     settings = get_settings()
-    common = (int(settings.retention * 1000), settings.max_events, f"{settings.namespace}:")
+    common = (
+        int(settings.dead_letter_retention * 1000),
+        settings.max_dead_letters,
+        int(settings.retention * 1000),
+        settings.max_events,
+        f"{settings.namespace}:",
+    )
     names = [keys.job(job_id), keys.job_events(job_id), keys.job_blobs(job_id), *more_keys]
     return names, [*args, *common]
 

@@ -69,7 +69,8 @@ class JobStore:
     def __init__(self, redis: Client) -> None:
         self.redis = redis
         self._watching = Watching(redis, self._end)
-        self._run = JobScripts(redis).run
+        #: Runs one of the job scripts; for modules that add to this one.
+        self.run_script = self._run = JobScripts(redis).run
         #: Files for jobs that are yet to be created.
         self.inputs = InputFiles(self._run)
 
@@ -137,7 +138,7 @@ class JobStore:
                     channel,
                     _dumps([ref.model_dump_json() for ref in spec.files.values()]),
                     admission.ask(spec, self.share, again=again, hook=hook, room_for=room_for),
-                    *_posted(posts),
+                    *posted(posts),
                 ],
                 keys.jobs_index(),
                 *(p.queue for p in posts),
@@ -371,7 +372,7 @@ class JobStore:
                 _dumps(freed),
                 tag,
                 *place,
-                *_posted(posts),
+                *posted(posts),
             ],
             *(p.queue for p in posts),
         )
@@ -387,9 +388,16 @@ class JobStore:
         """A worker that stops gives the run back unharmed; it counts as no attempt."""
         return await self._end_run(job_id, stage, fence, "release")
 
-    async def fail_stage(self, job_id: str, stage: str, fence: int, error: dict[str, Any]) -> bool:
-        """The run failed for good, and the job with it. False: refused."""
-        return await self._end_run(job_id, stage, fence, "fail", error=error)
+    async def fail_stage(
+        self, job_id: str, stage: str, fence: int, error: dict[str, Any], traceback: str = ""
+    ) -> bool:
+        """The run failed for good, and the job with it. False: refused.
+
+        Args:
+            traceback: of a failure that is not the request's own fault: the job is kept as a dead
+                letter (:mod:`omniq.jobs.dead`).
+        """
+        return await self._end_run(job_id, stage, fence, "fail", error=error, traceback=traceback)
 
     async def expire_stage(
         self, job_id: str, stage: str, fence: int, error: dict[str, Any]
@@ -414,9 +422,10 @@ class JobStore:
         *,
         error: dict[str, Any] | None = None,
         delay: float = 0.0,
+        traceback: str = "",
     ) -> bool:
         body = _dumps(error) if error is not None else ""
-        arguments = [stage, fence, how, body, repr(delay), job_id]
+        arguments = [stage, fence, how, body, repr(delay), job_id, traceback]
         return bool(await self._run("end_run", job_id, arguments, keys.cancel_channel()))
 
     async def cancel(self, job_id: str) -> JobRecord:
@@ -562,7 +571,7 @@ def read_grant(answer: Sequence[Any]) -> StageGrant:
     )
 
 
-def _posted(posts: Sequence[Post]) -> list[Any]:
+def posted(posts: Sequence[Post]) -> list[Any]:
     """Arguments of a script that sends ``posts``; their queues are its last keys."""
     if not posts:
         return [0, ""]

@@ -220,6 +220,10 @@ async def test_every_route_is_documented_with_its_errors(app: FastAPI) -> None:
         "GET /health",
         "GET /ready",
         "GET /v1/workers",
+        "GET /v1/dlq",
+        "GET /v1/dlq/{letter_id}",
+        "POST /v1/dlq/{letter_id}/retry",
+        "DELETE /v1/dlq/{letter_id}",
         *OPENAI,
     }
     for name, operation in found.items():

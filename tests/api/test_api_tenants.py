@@ -116,7 +116,14 @@ async def test_openais_routes_are_a_tenants_too(as_: Client, store: JobStore) ->
 
 async def test_what_is_the_operators_is_not_for_tenants(as_: Client, store: JobStore) -> None:
     ada = as_(await key_of(store, "ada"))
-    assert problem(await ada.get("/v1/workers")).code == "operators_only"
+    for method, path in (
+        ("GET", "/v1/workers"),
+        ("GET", "/v1/dlq"),
+        ("GET", "/v1/dlq/j"),
+        ("POST", "/v1/dlq/j/retry"),
+        ("DELETE", "/v1/dlq/j"),
+    ):
+        assert problem(await ada.request(method, path)).code == "operators_only"
     assert (await as_(OPERATOR).get("/v1/workers")).status_code == 200
     assert (await ada.get("/v1/pipelines")).status_code == 200
 

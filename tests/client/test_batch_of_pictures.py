@@ -54,7 +54,7 @@ async def test_pictures_are_read_as_there_is_room_for_their_jobs(
         seen, most = 0, 0
         while not all(s.done() for s in submits):
             gc.collect()
-            most = max(most, sum(isinstance(o, InputFile) for o in gc.get_objects()))
+            most = max(most, sum(type(o) is InputFile for o in gc.get_objects()))
             jobs, _ = await store.list(limit=200)
             waiting = [j for j in jobs if not j.state.final]
             seen = max(seen, len(waiting))

@@ -6,11 +6,14 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 from support import wait_until
+
+from omniq import vllm_orphans
 
 pytestmark = [
     pytest.mark.vllm,
@@ -37,13 +40,17 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("victim", ["worker", "engine"])
-def test_nothing_outlives_a_killed_process(model: Path, tmp_path: Path, victim: str) -> None:
-    """No process, no shared memory; whether the worker is killed, or its engine and then it."""
+def test_nothing_outlives_a_killed_process(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    """No process, no shared memory, and no socket that the next one does not remove; whether the
+    worker is killed, or its engine and then it.
+    """
     script = tmp_path / "start.py"
     script.write_text(SCRIPT)
     process = subprocess.Popen(
         [sys.executable, str(script), str(model)],
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        env={**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -62,6 +69,12 @@ def test_nothing_outlives_a_killed_process(model: Path, tmp_path: Path, victim: 
     process.wait(10)
     wait_until(lambda: not any(map(_alive, family)), 20, f"the end of {family}")
     wait_until(lambda: not any(map(Path.exists, segments)), 5, f"{segments} are unlinked")
+    (folder,) = tmp_path.glob(f"{vllm_orphans.FOLDER}*")
+    assert any(file.is_socket() for file in folder.iterdir())
+    assert not any(file.is_socket() for file in tmp_path.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    vllm_orphans.sweep()
+    assert not folder.exists()
 
 
 def _alive(process: psutil.Process) -> bool:

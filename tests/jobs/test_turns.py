@@ -14,6 +14,7 @@ from admission_helpers import (
     PIPELINE,
     STAGES,
     drain,
+    finish,
     let_share,
     new,
     serve,
@@ -24,9 +25,11 @@ from hypothesis import strategies as st
 
 from omniq import keys
 from omniq.celery import celery_priority, queue_keys
-from omniq.config import available_pipelines
+from omniq.config import available_pipelines, get_pipeline
 from omniq.jobs.admission import Share
+from omniq.jobs.dead import DeadLetters
 from omniq.jobs.model import JobRecord, JobState, Verdict
+from omniq.jobs.reconcile import Reconciler
 from omniq.jobs.store import JobStore
 from omniq.jobs.workers import WorkerRegistry
 from omniq.settings import get_settings
@@ -107,6 +110,35 @@ async def test_nothing_is_left_of_jobs_that_end_while_they_are_held_back(
     last = await new(store, ADA)
     assert await drain(store) == [*first, last.id]
     assert not await store.redis.keys("omniq:pen:*")
+
+
+async def test_jobs_held_back_are_not_taken_for_lost(store: JobStore, setting: Any) -> None:
+    """They have no message, which the reconciler would send."""
+    setting("fair_window", 2)
+    await let_share(store)
+    jobs = [await new(store, ADA) for _ in range(6)]
+    report = await Reconciler(store, get_pipeline(PIPELINE)).reconcile(grace=0)
+    assert (report.open_jobs, report.messages, report.lost) == (6, 2, [])
+    assert sorted(await drain(store)) == sorted(job.id for job in jobs)
+
+
+async def test_a_dead_letter_that_is_tried_again_takes_its_place_again(store: JobStore) -> None:
+    """Of the pipeline and of the tenant, and gives it up at its end."""
+    job = await new(store, ADA)
+
+    async def places() -> list[int]:
+        names = (keys.open_jobs(PIPELINE), "omniq:tenant:ada:open")
+        return [await store.redis.zcard(name) for name in names]
+
+    grant = await store.begin_stage(job.id, "ar", "w", redelivered=False)
+    error = {"code": "engine_error", "message": "broken"}
+    assert await store.fail_stage(job.id, "ar", grant.fence, error, "Traceback")
+    assert await places() == [0, 0]
+    await DeadLetters(store).retry(job.id)
+    assert await places() == [1, 1]
+    assert (await store.get(job.id)).spec.tenant == "ada"
+    await finish(store, job)
+    assert await places() == [0, 0]
 
 
 async def test_a_lost_message_does_not_keep_the_others_back(store: JobStore, setting: Any) -> None:

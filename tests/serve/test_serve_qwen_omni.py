@@ -20,7 +20,7 @@ from qwen_omni_reference import SEED, Reference, turn, wav
 from served import Served, served
 from tiny_qwen_omni import SAMPLE_RATE, SAMPLES_A_CODE, make_qwen_omni, picture, sound
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 NAME = "tiny-omni-25"
 TOKENS, CODES = 24, 40
 

@@ -6,6 +6,7 @@ The prompt is a list of ``STAGE:COMMAND=ARGUMENT`` words, which every stage pass
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -24,8 +25,8 @@ def note(*words: object) -> None:
 
 class Scripted(Engine):
     """``sleep=S``, ``until=NOTE`` (waits for that note), ``retry=N`` (fail N times), ``die=N``
-    (exit N times), ``invalid``, ``error``, ``dead=N`` (the engine dies N times), ``tensors`` (sends
-    one), ``say=TEXT`` (streams it).
+    (exit N times), ``invalid``, ``error``, ``dead=N`` (the engine dies N times), ``stuck=N`` (does
+    not stop, N times), ``tensors`` (sends one), ``say=TEXT`` (streams it).
     """
 
     name = "scripted"
@@ -69,6 +70,10 @@ class Scripted(Engine):
                 os._exit(9)
             elif verb == "dead" and before < int(argument):
                 raise EngineDead("the device fell off the bus")
+            elif verb == "stuck" and before < int(argument):
+                while True:
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.sleep(3600)
             elif verb == "invalid":
                 raise InvalidRequest("never")
             elif verb == "error":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -139,10 +140,47 @@ def test_a_killed_workers_tasks_are_delivered_again_within_seconds(
     assert notes("start kept") == ["start kept"]
 
 
-def test_a_wedged_loop_loses_its_leases(
+def test_a_worker_that_stood_still_settles_nothing_of_another(
+    start_pool: Starter, pool_app: Any, notes: Callable[..., list[str]],
+    unacked: Callable[[], int],
+) -> None:  # fmt: skip
+    """What it acknowledges is its own delivery: the task is not lost with its new holder."""
+    env = {"OMNIQ_VISIBILITY_TIMEOUT": 2}
+    stopped = start_pool("w1", **env)
+    result = pool_app.gen.delay("x", 5)
+    wait_until(lambda: notes("start x"))
+    stopped.popen.send_signal(signal.SIGSTOP)
+    other = start_pool("w2", **env)
+    wait_until(lambda: len(notes("start x")) == 2, 20, "the other worker runs it")
+    stopped.popen.send_signal(signal.SIGCONT)
+    stopped.wait_for("succeeded", 20)
+    time.sleep(0.3)  # it acknowledges; nothing tells when
+    assert unacked() == 1
+    assert len(notes("end x")) == 1, "the other one still runs it"
+    other.kill()
+    wait_until(lambda: unacked() == 0, 20, "it is delivered again, and known to be done")
+    assert result.get(timeout=20) == "x"
+
+
+def test_leases_run_by_the_servers_clock(
+    start_pool: Starter, pool_app: Any, notes: Callable[..., list[str]], redis_client: Any
+) -> None:
+    """What was noted by a clock that was ahead is delivered again all the same."""
+    env = {"OMNIQ_VISIBILITY_TIMEOUT": 2}
+    lost = start_pool("w1", **env)
+    result = pool_app.gen.delay("x", 0.5)
+    wait_until(lambda: notes("start x"))
+    lost.kill()
+    (tag,) = redis_client.hkeys("omniq:unacked")
+    redis_client.zadd("omniq:unacked_index", {tag: time.time() + 3600})
+    start_pool("w2", **env)
+    assert result.get(timeout=20) == "x"
+
+
+def test_a_wedged_loop_loses_its_leases_and_then_its_process(
     start_pool: Starter, pool_app: Any, notes: Callable[..., list[str]]
 ) -> None:
-    env = {"OMNIQ_VISIBILITY_TIMEOUT": 2}
+    env = {"OMNIQ_VISIBILITY_TIMEOUT": 2, "OMNIQ_STALL_TIMEOUT": 2, "OMNIQ_HANG_TIMEOUT": 6}
     wedged = start_pool("w1", **env)
     result = pool_app.gen.delay("x", 3)
     wait_until(lambda: notes("start x"))
@@ -151,8 +189,9 @@ def test_a_wedged_loop_loses_its_leases(
     start_pool("w2", prefetch=1, **env)
     wedged.wait_for("the engine loop has not turned", 20)
     wait_until(lambda: len(notes("start x")) == 2, 20, "the other worker runs it")
-    wedged.kill()
     assert result.get(timeout=20) == "x"
+    assert wedged.popen.wait(20) == 1
+    assert "in block" in wedged.output(), "its log says where it hung"
 
 
 def test_running_tasks_survive_a_broken_broker_connection(

@@ -237,6 +237,18 @@ async def test_a_dead_engine_ends_its_worker_and_no_job(
         assert (record.state, record.stages["a"].attempts) == (JobState.SUCCEEDED, attempts)
 
 
+async def test_a_stuck_engine_ends_its_worker(stages: Any, store: JobStore, notes: Notes) -> None:
+    """It did not stop a request that took too long; the next worker gets it again."""
+    stages.define("a>b", limit="1.0, stop_limit: 1.0")
+    stages.start("a", "b")
+    job = await start_job(store, "a:stuck=1")
+    assert await asyncio.to_thread(stages.workers["a"].popen.wait, 20) == 1
+    assert "did not stop a request within 1 s" in stages.workers["a"].output()
+    stages.start("a")
+    record = await ended(store, job)
+    assert (record.state, record.stages["a"].attempts) == (JobState.SUCCEEDED, 2)
+
+
 async def test_a_stopping_worker_gives_its_stages_back(
     stages: Any, store: JobStore, notes: Notes, unacked: Any, queued: Any
 ) -> None:

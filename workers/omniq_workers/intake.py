@@ -21,7 +21,6 @@ stands still is not handed anything once it has not said for ``HEARS`` seconds t
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -221,7 +220,7 @@ class Intake:
         count = len(self._own) + len(self._lists)
         self._line.send(
             self._answered, "EVALSHA", DIGEST, count, *self._own, *self._lists,
-            most, time.time(), *place,
+            most, *place,
         )  # fmt: skip
 
     def _answered(self, answer: Any) -> None:
@@ -232,7 +231,7 @@ class Intake:
             return  # the connection is gone
         if isinstance(answer, Exception):
             logger.warning("messages were not taken, trying on another connection: %s", answer)
-            asyncio.get_running_loop().call_soon(self.renew)
+            asyncio.get_running_loop().call_later(RECONNECT_SECONDS, self.renew)
             return
         empty, undecodable, name, more, *messages = answer
         self._known += more

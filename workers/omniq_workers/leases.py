@@ -1,7 +1,8 @@
 """Leases: a live worker's unacknowledged messages stay its own, a dead one's are delivered again.
 
-kombu notes the time at which it received each message and hands out again what is older than the
-visibility timeout. Renewing these times lets the timeout be seconds, however long a task runs.
+The time at which each message was received is noted, and what is older than the visibility timeout
+is handed out again (:mod:`omniq_workers.restore`). Renewing these times lets the timeout be
+seconds, however long a task runs.
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ from typing import Any
 from celery import bootsteps
 from celery.utils.log import get_logger
 
+from omniq.settings import get_settings
+
 logger = get_logger(__name__)
 
 #: Renewals in one visibility timeout.
-RENEWALS = 3
+RENEWALS = 4
 
 
 class Leases(bootsteps.StartStopStep):
     """Consumer bootstep that renews the lease of every message this worker holds.
 
-    It stops renewing, and consuming, while the engine loop does not turn: a worker that is wedged
-    loses its tasks to another one, as if it had died.
+    It stops renewing, and consuming, while the engine loop has not turned for ``stall_timeout``
+    seconds: a worker that is wedged loses its tasks to another one, as if it had died. What runs on
+    the model's thread may take as long as it likes: time limits are for that.
     """
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
@@ -50,11 +54,11 @@ class Leases(bootsteps.StartStopStep):
             logger.warning("leases were not renewed while draining: %s", exc)
 
     def renew(self, c: Any) -> None:
-        """Renew all leases, unless the loop has been silent for two thirds of a timeout."""
+        """Renew all leases, unless the loop has been silent for too long."""
         if c.task_consumer is None or c.connection is None:
             return
         silence = c.pool.loop.silence
-        if silence > self.timeout * (RENEWALS - 1) / RENEWALS:
+        if silence > get_settings().stall_timeout:
             self._let_go(c, silence)
             return
         if self._wedged:

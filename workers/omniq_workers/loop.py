@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import faulthandler
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -14,6 +15,8 @@ import uvloop
 T = TypeVar("T")
 PULSE = 0.25
 POLL = 0.1
+#: So often, in seconds, the watchdog is told that the loop turns.
+REARM = 1.0
 
 
 class Interrupted(Exception):
@@ -27,6 +30,8 @@ class EngineLoop:
         self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._main, name="engine-loop", daemon=True)
         self._last_pulse = time.monotonic()
+        self._hang_limit: float | None = None
+        self._armed = 0.0
 
     def start(self) -> None:
         """Run the loop."""
@@ -39,7 +44,21 @@ class EngineLoop:
 
     def _pulse(self) -> None:
         self._last_pulse = time.monotonic()
+        if self._last_pulse > self._armed + REARM:
+            self._arm()
         self.loop.call_later(PULSE, self._pulse)
+
+    def watch(self, limit: float) -> None:
+        """End the process with status 1, and all threads' stacks on stderr, once the loop has not
+        turned for ``limit`` seconds. Works while something holds Python's lock, too.
+        """
+        self._hang_limit = limit
+        self._arm()
+
+    def _arm(self) -> None:
+        if self._hang_limit is not None:
+            self._armed = time.monotonic()
+            faulthandler.dump_traceback_later(self._hang_limit, exit=True)
 
     @property
     def silence(self) -> float:
@@ -83,6 +102,9 @@ class EngineLoop:
 
     def stop(self) -> None:
         """End the loop after what it is just doing."""
+        if self._hang_limit is not None:
+            self._hang_limit = None
+            faulthandler.cancel_dump_traceback_later()
         if self._thread.is_alive():
             self.call(self.loop.stop)
             self._thread.join(1.0)

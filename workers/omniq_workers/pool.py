@@ -116,14 +116,15 @@ class EnginePool(BasePool):
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="finisher")
         self.loop.start()
         self._service: Service | None = getattr(self.app, "service", None)
-        if self._service is None:
-            return
         try:
-            self.loop.run(self._service.start(), interrupted=_told_to_stop)
+            if self._service is not None:
+                self.loop.run(self._service.start(), interrupted=_told_to_stop)
         except CannotStart as exc:
             raise WorkerShutdown(EX_FAILURE) from exc
         except Interrupted as exc:
             raise WorkerShutdown(EX_OK) from exc
+        # Only now: loading may hold Python's lock for long.
+        self.loop.watch(get_settings().hang_timeout)
 
     def wake_hub(self) -> None:
         """Have the hub look at once whether it shall stop; safe in a signal handler."""

@@ -17,6 +17,7 @@ from kombu.exceptions import OperationalError
 from omniq import keys
 from omniq.config import OmniStageConfig, PipelineConfig
 from omniq.errors import BlobError, BrokerUnavailable, EngineDead, OmniqError
+from omniq.jobs.reconcile import Reconciler
 from omniq.jobs.store import JobStore
 from omniq.jobs.workers import WorkerRegistry, WorkerState
 from omniq.outputs import MultimodalOutputProcessor
@@ -146,6 +147,8 @@ class StageService:
         )
         self.app.stage_runner = runner
         self._background("cancel listener", listen(runner.cancel_job, runner.look_for_cancelled))
+        reconciler = Reconciler(store, self.pipeline)
+        self._background("reconciler", reconciler.run(self.worker_id))
         self._background("garbage collection", self._collect_garbage(self._router))
         _calm_collector()
         await self._ready(time.monotonic() - began)

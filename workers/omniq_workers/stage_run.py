@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from omniq.errors import (
     DeadlineExceeded,
     EngineDead,
     EngineError,
+    InvalidRequest,
     JobNotFound,
     OmniqError,
     StageTimeout,
@@ -39,10 +41,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: An engine that was told to stop one request and has not done so in this time is given up.
-STOP_SECONDS = 30.0
 #: Retry delays vary by so much both ways, so that what failed together is not tried together.
 JITTER = 0.5
+TRACEBACK_CHARS = 8000
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,22 @@ class StageRunner:
             if state is not JobState.RUNNING:
                 run.cancel()
 
+    async def revoked(self, job_id: str, stage: str) -> None:
+        """Celery was told to revoke that stage's task: cancel the job if it has not begun."""
+
+        async def cancel(_: bool) -> None:
+            try:
+                found = (await self._store.get(job_id)).stages.get(stage)
+                if found is not None and found.state in (StageState.QUEUED, StageState.RETRYING):
+                    await self._store.cancel(job_id)
+            except JobNotFound:
+                pass  # no job of ours
+
+        try:
+            await through_outage(cancel)
+        except BrokerUnavailable as exc:
+            logger.warning("job %s is not cancelled: %s", job_id, exc.message)
+
     # -- running -----------------------------------------------------------------------------
 
     async def run(self, job_id: str, stage: str) -> str:
@@ -239,11 +256,11 @@ class StageRunner:
         try:
             done = await _ended(work, left if late else limit)
         except asyncio.CancelledError:
-            await _stopped(work)
+            await _stopped(work, self._stage.stop_limit)
             raise
         if done:
             return work.result()
-        await _stopped(work)
+        await _stopped(work, self._stage.stop_limit)
         if late:
             raise DeadlineExceeded(f"the job's deadline passed while stage {run.stage!r} ran")
         raise StageTimeout(
@@ -300,7 +317,9 @@ class StageRunner:
             if why is not None
             else EngineError(f"stage {run.stage!r} was cancelled from within its engine")
         )
-        await through_outage(lambda _: self._store.fail_stage(*run.key, error.to_dict()))
+        await through_outage(
+            lambda _: self._store.fail_stage(*run.key, error.to_dict(), traceback_of(error))
+        )
         raise error
 
     async def _failed(self, run: Run, exc: Exception) -> Exception:
@@ -318,9 +337,12 @@ class StageRunner:
             if await through_outage(lambda _: self._store.retry_stage(*run.key, error, delay)):
                 return RetryLater(exc, delay)
             return Ignore("no longer wanted")
-        expired = isinstance(exc, DeadlineExceeded)
-        end = self._store.expire_stage if expired else self._store.fail_stage
-        await through_outage(lambda _: end(*run.key, error))
+        if isinstance(exc, DeadlineExceeded):
+            await through_outage(lambda _: self._store.expire_stage(*run.key, error))
+            return exc
+        # A request that can never be served is nobody's dead letter.
+        trace = "" if isinstance(exc, InvalidRequest) else traceback_of(exc)
+        await through_outage(lambda _: self._store.fail_stage(*run.key, error, trace))
         return exc
 
     def _engine_died(self, run: Run, exc: EngineDead) -> Exception:
@@ -360,15 +382,15 @@ async def _ended(work: asyncio.Task[StageOutput], seconds: float | None) -> bool
     return work.done()
 
 
-async def _stopped(work: asyncio.Task[StageOutput]) -> None:
+async def _stopped(work: asyncio.Task[StageOutput], limit: float) -> None:
     """Cancel an engine's run and wait until it has really stopped.
 
     Raises:
         EngineDead: it did not.
     """
     work.cancel()
-    if not await _ended(work, STOP_SECONDS):
-        raise EngineDead(f"the engine did not stop a request within {STOP_SECONDS:g} s")
+    if not await _ended(work, limit):
+        raise EngineDead(f"the engine did not stop a request within {limit:g} s")
     if not work.cancelled():
         work.exception()  # retrieved: the outcome of a stopped run is nobody's
 
@@ -393,6 +415,11 @@ def _message(stage: str, outputs: Mapping[str, Mapping[str, Any]]) -> str:
         for name, output in outputs.items()
     )
     return f"{stage}: {', '.join(made)}"
+
+
+def traceback_of(exc: BaseException) -> str:
+    """Its end, for the dead letter."""
+    return "".join(traceback.format_exception(exc))[-TRACEBACK_CHARS:]
 
 
 def _internal(exc: Exception) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 -- Returns {1 if all queues are empty now or else 0, how many were undecodable, queue, by how many
 -- messages more the caller is known to have room, message...}.
 -- KEYS: unacknowledged messages (hash), their tags by time, list for what is no message of kombu's,
--- the queues as they are served. ARGV: most messages, the time in seconds; and where the caller is to
+-- the queues as they are served. ARGV: most messages; and where the caller is to
 -- be known as one that waits (see `hand` in omniq/jobs/lua/_run.lua): the sorted set, its name there,
 -- the key that says that it hears, for how many ms, its most deliveries of a message, how many more
 -- messages it has room for, how many of these it takes for known.
@@ -22,13 +22,15 @@ local function read(item)
 end
 
 -- Room that is known may have been used up, or grown, since the caller has heard of it.
-local waiting, member, had, room = ARGV[3], ARGV[4], 0, 0
+local waiting, member, had, room = ARGV[2], ARGV[3], 0, 0
 if waiting then
+  -- A server without memory left refuses what takes some only as a script's first write.
+  redis.call('ZREM', waiting, '')
   -- Not ZSCORE: the server would tell the caller of every later change.
   local score = redis.call('ZADD', waiting, 'XX', 'INCR', 0, member)
-  if not score and tonumber(ARGV[9]) ~= 0 then return redis.error_reply('LOST its place') end
+  if not score and tonumber(ARGV[8]) ~= 0 then return redis.error_reply('LOST its place') end
   had = tonumber(score or '0')
-  room = tonumber(ARGV[8]) - (tonumber(ARGV[9]) - had)
+  room = tonumber(ARGV[7]) - (tonumber(ARGV[8]) - had)
 end
 local most = waiting and math.min(tonumber(ARGV[1]), room) or tonumber(ARGV[1])
 
@@ -62,12 +64,14 @@ if popped and turn then
 end
 local taken, tags, records, bad = {0, 0, '', 0}, {}, {}, 0
 if popped then
+  local t = redis.call('TIME')  -- leases run by the server's clock
+  local now = string.format('%d.%06d', t[1], t[2])
   taken[3] = popped[1]
   for _, item in ipairs(popped[2]) do
     local tag, record = read(item)
     if tag then
       taken[#taken + 1] = item
-      tags[#tags + 1], tags[#tags + 2] = ARGV[2], tag
+      tags[#tags + 1], tags[#tags + 2] = now, tag
       records[#records + 1], records[#records + 2] = tag, record
     else
       redis.call('LPUSH', KEYS[3], item)
@@ -86,7 +90,7 @@ taken[2] = bad
 if waiting then
   local has = taken[1] == 1 and math.max(0, room - #tags / 2) or 0
   redis.call('ZADD', waiting, has, member)
-  redis.call('SET', ARGV[5], ARGV[7], 'PX', ARGV[6])
+  redis.call('SET', ARGV[4], ARGV[6], 'PX', ARGV[5])
   taken[4] = has - had
 end
 return taken

@@ -80,7 +80,7 @@ class Taker:
         """Have up to ``most`` messages taken; keys as ``take.lua`` has them."""
         self._arguments = (len(keys), *keys, most)
         self.asked, self.told = True, False
-        self._send(("EVALSHA", DIGEST, *self._arguments, time.time()))
+        self._send(("EVALSHA", DIGEST, *self._arguments))
 
     def read(self, wait: float = 0.0) -> Taken | None:
         """What was asked for; None: it is not there yet, or there is nothing.
@@ -99,7 +99,7 @@ class Taker:
             return None
         self.asked = False
         if isinstance(answer, ResponseError) and str(answer).startswith("NOSCRIPT"):
-            self._send(("EVAL", SOURCE, *self._arguments, time.time()))
+            self._send(("EVAL", SOURCE, *self._arguments))
             self.asked = True
             return None
         if isinstance(answer, Exception):

@@ -30,11 +30,14 @@ from kombu import Connection
 from kombu.transport import redis as kombu_redis
 from kombu.transport import virtual
 from kombu.utils import json as kombu_json
-from redis.exceptions import ConnectionError
+from redis.exceptions import ConnectionError, OutOfMemoryError
 
+from omniq import keys
 from omniq_workers import messages
 from omniq_workers.arrivals import Arrivals
 from omniq_workers.notes import Notes
+from omniq_workers.restore import MOST as MOST_TAGS
+from omniq_workers.restore import RENEW, Restorer
 from omniq_workers.take import MOST, SET_ASIDE, SHARE, CannotTake, Taken, Taker
 
 if TYPE_CHECKING:
@@ -85,7 +88,13 @@ class QoS(kombu_redis.QoS):
         """Put a message back; only after everything noted before has been done."""
         self.channel.settle()
         self.channel.arrivals.free(tag)
-        super().restore_by_tag(tag, client, leftmost)
+        with self.channel.conn_or_acquire(client) as found:
+            self.channel.restorer.give_back(found, tag, last=leftmost)
+
+    def restore_visible(self, start: int = 0, num: int = 10, interval: int = 10) -> None:
+        """Deliver again what the dead have left; called now and then."""
+        with self.channel.conn_or_acquire() as client:
+            self.channel.restorer.restore(client, self.visibility_timeout)
 
 
 class Channel(kombu_redis.Channel):
@@ -109,6 +118,8 @@ class Channel(kombu_redis.Channel):
         self._callback_of: dict[str, Any] = {}
         self._keys_of: dict[tuple[str, ...], list[str]] = {}
         super().__init__(*args, **kwargs)
+        own = (self.unacked_key, self.unacked_index_key)
+        self.restorer = Restorer(own, self._lists_of, self._set_aside)
 
     @property
     def notes(self) -> Notes:
@@ -153,14 +164,22 @@ class Channel(kombu_redis.Channel):
                 record = kombu_json.dumps([message._raw, info["exchange"], info["routing_key"]])
                 self.notes.add("ZADD", self.unacked_index_key, now, tag)
                 self.notes.add("HSET", self.unacked_key, tag, record)
+            self.renew(list(held))
         self.settle()
 
     def renew(self, tags: Sequence[str]) -> None:
         """Note that these messages are still held; one that is not any more stays away (XX)."""
-        now = time.time()
-        scores = [x for tag in tags for x in (now, tag)]
-        self.notes.add("ZADD", self.unacked_index_key, "XX", *scores)
+        for at in range(0, len(tags), MOST_TAGS):
+            some = tags[at : at + MOST_TAGS]
+            self.notes.add("EVAL", RENEW, 1, self.unacked_index_key, *some)
         self.flush()
+
+    def _lists_of(self, exchange: str, routing_key: str, message: dict[str, Any]) -> list[str]:
+        priority = self._get_message_priority(message, reverse=False)
+        return [self._q_for_pri(q, priority) for q in self._lookup(exchange, routing_key)]
+
+    def _restore(self, message: Any, leftmost: bool = False) -> None:
+        self.qos.restore_by_tag(message.delivery_tag, leftmost=leftmost)
 
     def tell(self, exchange: str, routing_key: str, body: Any, headers: dict[str, Any]) -> None:
         """Publish to a fan-out exchange without waiting. Raises as :meth:`Notes.flush`."""
@@ -308,7 +327,7 @@ class Channel(kombu_redis.Channel):
             return Taken(queue, [], 1)
         self.notes.add("ZADD", self.unacked_index_key, time.time(), tag)
         self.notes.add("HSET", self.unacked_key, tag, record)
-        self.flush()
+        self.renew([tag])  # by the server's clock
         return Taken(queue, [item], 0)
 
     def _take(self, item: bytes, queue: str) -> None:
@@ -343,7 +362,7 @@ class Channel(kombu_redis.Channel):
     @property
     def undecodable_key(self) -> str:
         """List of what came by a queue and is no message."""
-        return f"{self.unacked_key.removesuffix('unacked')}undecodable"
+        return keys.undecodable()
 
     def set_aside(self, message: Any) -> None:
         """Keep a message that Celery cannot take apart from its queue."""
@@ -362,6 +381,13 @@ class Channel(kombu_redis.Channel):
         else:  # not consumed from any more: it goes back
             deliver = partial(self.connection._deliver, message._raw, queue)
         self._guarded(deliver, message._raw, queue)
+
+    def maybe_refresh_binding_expiry(self) -> None:
+        """As kombu, which would log a traceback every second while the server's memory is full."""
+        try:
+            super().maybe_refresh_binding_expiry()
+        except OutOfMemoryError as exc:
+            logger.debug("bindings are renewed later: %s", exc)
 
     def take_by(self, intake: Intake, loop: EngineLoop, wake: Callable[[], object]) -> None:
         """As :meth:`Arrivals.take_by`, of the queues that are consumed from."""

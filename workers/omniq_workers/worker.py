@@ -23,6 +23,7 @@ from celery.utils.log import get_logger
 from celery.worker import state
 from celery.worker.strategy import logger as strategy_logger
 
+import omniq_workers.revoke  # noqa: F401 - replaces Celery's command
 from omniq import keys
 from omniq.config import available_pipelines
 from omniq.errors import ConfigError

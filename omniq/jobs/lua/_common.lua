@@ -1,19 +1,25 @@
 -- Shared by every job script (prepended to each). KEYS[1] = job hash, KEYS[2] = its event stream,
--- KEYS[3] = its set of blob references. The last three ARGV are always: retention in ms, most
--- events kept, key prefix of the namespace ("omniq:").
+-- KEYS[3] = its set of blob references. The last five ARGV are always: retention of dead letters in ms,
+-- most dead letters kept, retention in ms, most events kept, key prefix of the namespace ("omniq:").
 --
 -- A job hash holds: spec, state, up (stage -> stages before it), created/started/finished, error,
--- "v:<output>" and "a:<artifact>" results, "w:<channel>" of who waits for its end, and per stage "<stage>|<field>". For chunk streams:
+-- dead (see `bury`), "v:<output>" and "a:<artifact>" results, "w:<channel>" of who waits for its end, and per stage "<stage>|<field>". For chunk streams:
 -- "<stage>|alive" (its lease), "<stage>|streams" (what it hands on while it runs) and
 -- "<reader>|window:<stage>" (the run of <stage> whose first window is there).
 -- For admission (_share.lua): "pipeline", "tenant", "inbytes" (of its input files), "held" and
 -- "held_in" (its first messages while it is held back, and the list of its place), "hook" (whom to tell of its end).
 
 local JOB, EVENTS, BLOBS = KEYS[1], KEYS[2], KEYS[3]
+local DEAD_RETENTION = tonumber(ARGV[#ARGV - 4])
+local MAX_DEAD = tonumber(ARGV[#ARGV - 3])
 local RETENTION = tonumber(ARGV[#ARGV - 2])
 local MAX_EVENTS = tonumber(ARGV[#ARGV - 1])
 local PREFIX = ARGV[#ARGV]
 local FINAL = {succeeded = true, failed = true, cancelled = true, expired = true}
+
+-- A server without memory left refuses the first write that takes some, but no later one of the same
+-- script. What ends work, and so frees memory in the end, is to go on: it writes nothing at first.
+local function even_if_full() redis.call('HDEL', JOB, '') end
 
 -- One time for all that a script does.
 local NOW
@@ -113,12 +119,21 @@ local function free_blob(json)
   end
 end
 
--- Free what the job held: blobs and chunk streams. All keys are in the job's slot.
-local function free_blobs()
-  for _, json in ipairs(redis.call('SMEMBERS', BLOBS)) do free_blob(json) end
+-- Free what the job held: blobs and chunk streams. All keys are in the job's slot. The request's own
+-- files may be wanted again by who retries a dead letter.
+local function free_blobs(but_files)
+  local kept = {}
+  for _, json in ipairs(redis.call('SMEMBERS', BLOBS)) do
+    if but_files and string.find(cjson.decode(json).id, '^[^.]*%.input%.') then
+      kept[#kept + 1] = json
+    else
+      free_blob(json)
+    end
+  end
   local streams = JOB .. ':streams'
   for _, key in ipairs(redis.call('SMEMBERS', streams)) do redis.call('UNLINK', key) end
   redis.call('DEL', BLOBS, streams)
+  if #kept > 0 then redis.call('SADD', BLOBS, unpack(kept)) end
 end
 
 local function expire_with_job(key)
@@ -156,6 +171,23 @@ end
 
 -- What a job's end means to those who wait to be let in; in _share.lua.
 local give_up_place
+-- Keep a job that is about to fail as a dead letter, among the newest so many: its record stays for
+-- longer, and it can be tried again (omniq/jobs/dead.py). Details: a JSON object.
+local DEAD = PREFIX .. 'dead'
+local function job_id() return string.match(JOB, '{(.*)}$') end
+local function bury(stage, details)
+  set('dead', cjson.encode({stage = stage, time = tonumber(now()), details = details}))
+  redis.call('ZADD', DEAD, now(), job_id())
+  redis.call('ZREMRANGEBYSCORE', DEAD, '-inf', tonumber(now()) - DEAD_RETENTION / 1000)
+  local over = redis.call('ZCARD', DEAD) - MAX_DEAD
+  if over > 0 then
+    for _, id in ipairs(redis.call('ZRANGE', DEAD, 0, over - 1)) do
+      redis.call('HDEL', PREFIX .. 'job:{' .. id .. '}', 'dead')
+      redis.call('PEXPIRE', PREFIX .. 'job:{' .. id .. '}', RETENTION)
+      redis.call('ZREM', DEAD, id)
+    end
+  end
+end
 
 -- The only way into a final state.
 local function finalise(state, err)
@@ -170,15 +202,17 @@ local function finalise(state, err)
     data = '{"error":' .. err .. '}'
   end
   event('job.' .. state, nil, data)
-  free_blobs()
-  local waiters, record, kept = {}, {string.match(JOB, '{(.*)}$')}, {}
+  local dead = get('dead')
+  free_blobs(dead)
+  local retention = dead and math.max(RETENTION, DEAD_RETENTION) or RETENTION
+  local waiters, record, kept = {}, {job_id()}, {}
   local all = redis.call('HGETALL', JOB)
   for i = 1, #all, 2 do
     local kind = string.sub(all[i], 1, 2)
     if kind == 'a:' then
       local key = cjson.decode(all[i + 1]).key
       kept[key] = true
-      redis.call('PEXPIRE', key, RETENTION)
+      redis.call('PEXPIRE', key, retention)
     end
     if kind == 'w:' then
       waiters[#waiters + 1] = all[i]
@@ -197,7 +231,8 @@ local function finalise(state, err)
     record = framed(record)
     for _, field in ipairs(waiters) do redis.call('PUBLISH', string.sub(field, 3), record) end
   end
-  redis.call('PEXPIRE', JOB, RETENTION)
-  redis.call('PEXPIRE', EVENTS, RETENTION)
+  redis.call('PEXPIRE', JOB, retention)
+  redis.call('PEXPIRE', EVENTS, retention)
+  if dead then redis.call('PEXPIRE', BLOBS, retention) end
   give_up_place()
 end

@@ -58,6 +58,7 @@ local function begin_run(stage, worker, redelivered, most)
     sset(stage, 'state', 'failed')
     sset(stage, 'error', err)
     event('stage.failed', stage, '{"error":' .. err .. '}')
+    bury(stage, {deliveries = deliveries, worker = sget(stage, 'worker') or nil})
     finalise('failed', err)
     return {'stop', fence, 0, '', '{}', 'failed'}
   end

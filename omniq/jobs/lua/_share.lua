@@ -212,8 +212,20 @@ local function hold_back(ask, id, posts)
   end
 end
 
+-- A job that had ended is unfinished again, whatever the limits say.
+local function take_place(ttl)
+  fetch('pipeline', 'tenant')
+  local pipeline, tenant = get('pipeline'), get('tenant')
+  local open = open_jobs(pipeline)
+  note_open(open, ends_of(pipeline), count_open(open, ttl), job_id())
+  if tenant then
+    local theirs = tenant_key(tenant, 'open')
+    note_open(theirs, tenant_key(tenant, 'ends'), count_open(theirs, ttl), job_id())
+  end
+end
+
 give_up_place = function()
-  local id = string.match(JOB, '{(.*)}$')
+  local id = job_id()
   fetch('pipeline', 'tenant', 'inbytes', 'hook', 'held', 'held_in')
   local pipeline, tenant = get('pipeline'), get('tenant')
   if not pipeline then return end

@@ -1,5 +1,6 @@
 -- Ask a job to stop. Returns its state afterwards, or '' if unknown. KEYS[4] = cancel channel.
 -- ARGV: job id. Queued (or between stages): cancelled at once; running: cancelling, announced.
+even_if_full()
 local state = get('state')
 if not state then return '' end
 if FINAL[state] then return state end

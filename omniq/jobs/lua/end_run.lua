@@ -1,7 +1,9 @@
 -- A run ends without outputs. Returns 1, or 0 if refused.
--- ARGV: stage, fence, how (retry | release | fail | expire | stop), error JSON or '', delay seconds, job id.
+-- ARGV: stage, fence, how (retry | release | fail | expire | stop), error JSON or '', delay seconds, job
+-- id, traceback of a failure that makes it a dead letter or ''.
 -- KEYS[4] = cancel channel.
 local stage, how, err = ARGV[1], ARGV[3], ARGV[4]
+even_if_full()
 local state = get('state')
 if not state or FINAL[state] or not current(stage, ARGV[2]) then return 0 end
 sset(stage, 'finished', now())
@@ -30,6 +32,10 @@ elseif how == 'retry' then
 else
   sset(stage, 'state', 'failed')
   event('stage.failed', stage, '{"error":' .. err .. '}')
+  if how == 'fail' and ARGV[7] ~= '' then
+    bury(stage, {traceback = ARGV[7], deliveries = tonumber(sget(stage, 'deliveries')),
+                 worker = sget(stage, 'worker')})
+  end
   finalise(how == 'expire' and 'expired' or 'failed', err)
 end
 return 1

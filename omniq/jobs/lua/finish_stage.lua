@@ -33,6 +33,7 @@ end
 local stage = ARGV[1]
 HOST = ARGV[8]
 if ARGV[9] ~= '[]' then redis.call('SREM', garbage(HOST), unpack(cjson.decode(ARGV[9]))) end
+even_if_full()
 fetch('state', 'order', 'up', stage .. '|state', stage .. '|fence')
 if get('state') ~= 'running' or not current(stage, ARGV[2]) then return {0, 0} end
 local t = now()

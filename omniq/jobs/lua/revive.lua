@@ -1,0 +1,26 @@
+-- Try a dead letter again. Returns 1, or 0 if it is none (any more).
+-- ARGV: stages to run (JSON list), spec JSON, ttl ms, messages (see `messages`). KEYS[4...] = queues.
+if get('state') ~= 'failed' or not get('dead') then return 0 end
+redis.call('ZREM', DEAD, job_id())
+redis.call('HDEL', JOB, 'dead', 'error', 'deadline', 'started', 'finished')
+for _, field in ipairs({'dead', 'error', 'deadline', 'started', 'finished'}) do FIELDS[field] = false end
+for _, s in ipairs(cjson.decode(ARGV[1])) do
+  -- The fence and the number of attempts go on growing.
+  for _, field in ipairs({'outputs', 'metrics', 'started', 'finished', 'error', 'step', 'total', 'worker',
+                          'streams', 'alive', 'deliveries'}) do
+    redis.call('HDEL', JOB, s .. '|' .. field)
+    FIELDS[s .. '|' .. field] = false
+  end
+  for _, reader in ipairs(stages()) do redis.call('HDEL', JOB, reader .. '|window:' .. s) end
+  set(s .. '|state', 'queued', s .. '|queued', now())
+end
+set('spec', ARGV[2], 'state', 'queued')
+take_place(tonumber(ARGV[3]))
+for _, key in ipairs({JOB, EVENTS, BLOBS}) do redis.call('PEXPIRE', key, ARGV[3]) end
+-- Who reads the events anew must not take the old end for the end.
+for _, entry in ipairs(redis.call('XREVRANGE', EVENTS, '+', '-', 'COUNT', 1)) do
+  if entry[2][2] == 'job.failed' then redis.call('XDEL', EVENTS, entry[1]) end
+end
+event('job.requeued')
+for _, m in ipairs(messages(4, 4)) do send(m) end
+return 1
