@@ -284,6 +284,7 @@ class AsyncOmniLLM:
         webhook: Webhook | None = None,
         patient: bool = False,
         outputs: Sequence[str] | None = None,
+        part: tuple[int, int] = (0, 1),
         **more: Any,
     ) -> str:
         """Enqueue one request and return its job id; it runs whether or not anybody waits.
@@ -296,6 +297,7 @@ class AsyncOmniLLM:
             webhook: is told of the job's end by the processes of the API.
             patient: wait for room as long as the system has none.
             outputs: as of :meth:`generate`.
+            part: which of how many requests with that key this one is, counted from 0.
 
         Raises:
             InvalidRequest, Overloaded, BrokerUnavailable: as :meth:`generate`.
@@ -312,6 +314,7 @@ class AsyncOmniLLM:
             webhook=webhook,
             patient=patient,
             outputs=outputs,
+            part=part,
         )
 
     async def _submit(

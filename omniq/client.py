@@ -114,7 +114,8 @@ class OmniLLM:
                     timeout=timeout,
                     stream=False,
                     outputs=outputs,
-                    idempotency_key=None if key is None else f"{key}#{number}",
+                    idempotency_key=key,
+                    part=(number, len(requests)),
                     patient=True,
                 )
             )

@@ -182,3 +182,8 @@ def host_garbage(host: str) -> str:
     (:data:`omniq.blobs.base.REDIS_HOST`).
     """
     return f"{_ns()}:garbage:{host}"
+
+
+def idempotency(tenant: str, key: str) -> str:
+    """String: what a tenant's request with an idempotency key has asked for, and its job."""
+    return f"{_ns()}:idempotency:{tenant}:{key}"

@@ -4,7 +4,7 @@ to reach what only this machine can reach (server-side request forgery).
 A name is resolved here, every address it has is checked, and the caller connects to the address
 that was checked: a second look at the name could bring another one (DNS rebinding). With httpx::
 
-    target = await asyncio.to_thread(check_url, url, allow=["*"])
+    target = await checked_url(url, allow=["*"])
     client = httpx.AsyncClient(trust_env=False, follow_redirects=False)
     await client.post(
         target.pinned_url,
@@ -17,17 +17,21 @@ A redirect is another URL: it is checked by a call of its own, or not followed.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import re
 import socket
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from omniq.errors import ConfigError, InvalidRequest
 
 ANY = "*"
 MAX_URL = 2048
+LOOKUP_SECONDS = 5.0
 PORTS = {"http": 80, "https": 443}
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -40,6 +44,9 @@ _LEADING_ELSEWHERE = (
     ipaddress.ip_network("64:ff9b:1::/48"),
     ipaddress.ip_network("fec0::/10"),  # site-local
 )
+#: A name service may take its time over names that somebody has made for that: it holds up other
+#: look-ups at most, never the threads that other work waits for.
+_LOOKUPS = ThreadPoolExecutor(16, thread_name_prefix="omniq-names")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?\.?")
 
 
@@ -70,6 +77,28 @@ class ResolvedTarget:
         return f"{self.scheme}://{address}:{self.port}{self.path}"
 
 
+async def checked_url(
+    url: str,
+    *,
+    allow: Sequence[str],
+    schemes: Sequence[str] = ("https",),
+    field: str = "url",
+) -> ResolvedTarget:
+    """As :func:`check_url`, for an event loop.
+
+    Raises:
+        InvalidRequest: also if the name service has not answered within ``LOOKUP_SECONDS``.
+        ConfigError: an entry of ``allow`` is wrong.
+    """
+    check = partial(check_url, url, allow=allow, schemes=schemes, field=field)
+    try:
+        async with asyncio.timeout(LOOKUP_SECONDS):
+            return await asyncio.get_running_loop().run_in_executor(_LOOKUPS, check)
+    except TimeoutError as exc:
+        message = f"its host was not found within {LOOKUP_SECONDS:g} s"
+        raise _refused(field, message) from exc
+
+
 def check_url(
     url: str,
     *,
@@ -94,6 +123,9 @@ def check_url(
     names, networks = parse_allow(allow)
     parts, port = _split(url, schemes, field)
     host = str(parts.hostname)
+    if not networks and not _named(host, names):
+        # Not even asked for: who keeps a name hears of every question.
+        raise _refused(field, f"host {host!r} is not allowed")
     addresses = _resolve(host, port, field)
     inside = all(any(a in n for n in networks) for a in addresses)
     if not inside and not _named(host, names):

@@ -40,6 +40,8 @@ async def submit(
     stream: bool = True,
     awaited: bool = False,
     idempotency_key: str | None = None,
+    part: tuple[int, int] = (0, 1),
+    room_for: int = 1,
     webhook: webhooks.Webhook | None = None,
     outputs: Sequence[str] | None = None,
 ) -> JobRecord:
@@ -54,6 +56,9 @@ async def submit(
     ``awaited``: the caller will wait for the job's end at once (:meth:`JobStore.wait`).
     ``idempotency_key``: a request with the same key and the same content that comes again, at the
     same time or later, is answered with the job of the first (``replayed``).
+    ``part``: which of how many jobs of the request with that key this one is, counted from 0.
+    ``room_for``: this job is let in only if there is room for so many, itself and others of the
+    same request that come at once: a request of several is refused before it has used up anything.
     ``webhook``: is told of the job's end by the API's processes.
 
     Raises:
@@ -81,10 +86,17 @@ async def submit(
     if idempotency_key is not None:
         wanted = None if outputs is None else sorted(outputs)
         asked = (pipeline, inputs, parameters or {}, priority, timeout, metadata or {}, wanted)
-        again = _again(idempotency_key, asked, webhook)
-    hook = None if webhook is None else await webhooks.checked(webhook)
-    nbytes = 0
-    if config.files or get_settings().remote_media:
+        again = _again(idempotency_key, part, asked, webhook)
+    hook, nbytes = None, 0
+    looks = bool(config.files or get_settings().remote_media)
+    if again is not None and (looks or webhook is not None):
+        # What it names may be gone by now, and its files need no room.
+        known = await store.known(again)
+        if known is not None:
+            return known
+    if webhook is not None:
+        hook = await webhooks.checked(webhook)
+    if looks:
         spec, nbytes = await _with_files(store, config, spec)
     record: JobRecord | None = None
     try:
@@ -96,6 +108,7 @@ async def submit(
             admission=Admission.of(config),
             again=again,
             hook=hook,
+            room_for=room_for,
         )
     finally:
         if spec.files and (record is None or record.replayed):
@@ -103,7 +116,9 @@ async def submit(
     return record
 
 
-def _again(key: str, asked: tuple[Any, ...], webhook: webhooks.Webhook | None) -> Again:
+def _again(
+    key: str, part: tuple[int, int], asked: tuple[Any, ...], webhook: webhooks.Webhook | None
+) -> Again:
     if not 1 <= len(key) <= MAX_KEY or not key.isascii() or not key.isprintable():
         message = f"must be 1 to {MAX_KEY} printable ASCII characters"
         raise InvalidRequest(
@@ -117,9 +132,11 @@ def _again(key: str, asked: tuple[Any, ...], webhook: webhooks.Webhook | None) -
 
     options = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS | orjson.OPT_PASSTHROUGH_DATACLASS
     hook = None if webhook is None else webhook.model_dump()
-    content = orjson.dumps((*asked, hook), default=plain, option=options)
+    content = orjson.dumps((*asked, hook, part), default=plain, option=options)
+    known_by = hashlib.sha256(key.encode()).hexdigest()
     return Again(
-        key=hashlib.sha256(key.encode()).hexdigest(), print=hashlib.sha256(content).hexdigest()
+        key=f"{known_by}:{part[0]}" if part[0] else known_by,
+        print=hashlib.sha256(content).hexdigest(),
     )
 
 

@@ -18,6 +18,7 @@ from omniq.jobs.workers import WorkerRegistry
 from omniq.redis_client import Client, broker_errors, connect
 from omniq.tenants import TenantKey
 from omniq_api.keys import KEY, STORE, UNKNOWN
+from omniq_api.openai_compat.faults import SERVICES
 from omniq_api.problems import ProblemError
 from omniq_api.webhooks import Deliverer
 
@@ -69,6 +70,8 @@ class Services:
     key: TenantKey | None = None
     #: By which the request is known if it comes again.
     idempotency_key: str | None = None
+    #: Whether all its jobs are those of an earlier one.
+    replayed = False
 
     def __init__(self, redis: Client, stopping: asyncio.Event) -> None:
         self.store = JobStore(redis)
@@ -137,7 +140,7 @@ async def live_services(request: Request) -> Services:
     if key is None and idempotency_key is None:
         return services
     services = services.of(key, idempotency_key)
-    scope[STORE] = services.store
+    scope[SERVICES], scope[STORE] = services, services.store
     return services
 
 

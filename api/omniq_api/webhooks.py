@@ -6,6 +6,8 @@ import asyncio
 import logging
 import random
 import time
+from collections import Counter
+from contextlib import suppress
 from datetime import UTC, datetime
 
 import httpx
@@ -14,13 +16,15 @@ from omniq.errors import BrokerUnavailable, InvalidRequest, JobNotFound
 from omniq.jobs.model import JobRecord
 from omniq.jobs.store import JobStore
 from omniq.jobs.webhooks import PAUSES, Due, Schedule, Webhook, message, signed
-from omniq.net_guard import check_url
+from omniq.net_guard import checked_url
 from omniq.settings import get_settings
 from omniq_api.schemas import job_view
 
 logger = logging.getLogger("omniq.api")
 
 AT_ONCE = 16
+EACH = 4
+"""Of these for one receiver, which may not answer."""
 LOOK = 0.5
 """Seconds between looks at the schedule."""
 LEASE = 30.0
@@ -32,7 +36,9 @@ class Deliverer:
 
     def __init__(self, store: JobStore) -> None:
         self._store, self._schedule = store, Schedule(store.redis)
-        self._flights: set[asyncio.Task[None]] = set()
+        #: What is on its way, and to whom.
+        self._flights: dict[asyncio.Task[None], str] = {}
+        self._landed = asyncio.Event()
 
     async def run(self) -> None:
         """Deliver until this task is cancelled; what is on its way then is sent again."""
@@ -46,21 +52,29 @@ class Deliverer:
                     if not silent:
                         logger.warning("webhooks wait for the broker: %s", exc)
                     silent = True
-                await asyncio.sleep(LOOK)
+                except Exception:  # whatever one look meets, others' messages still go
+                    logger.exception("webhooks could not be looked at")
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK):
+                        await self._landed.wait()
         finally:
             for flight in self._flights:
                 flight.cancel()
 
     async def _look(self) -> None:
-        while room := AT_ONCE - len(self._flights):
-            lease = get_settings().webhook_timeout + LEASE
-            due = await self._schedule.claim(room, lease)
-            for each in due:
-                flight = asyncio.create_task(self._serve(each))
-                self._flights.add(flight)
-                flight.add_done_callback(self._flights.discard)
-            if len(due) < room:
-                return
+        self._landed.clear()
+        if not (room := AT_ONCE - len(self._flights)):
+            return
+        lease = get_settings().webhook_timeout + LEASE
+        has = Counter(self._flights.values())
+        for due in await self._schedule.claim(room, lease, EACH, has):
+            flight = asyncio.create_task(self._serve(due))
+            self._flights[flight] = due.receiver
+            flight.add_done_callback(self._ended)
+
+    def _ended(self, flight: asyncio.Task[None]) -> None:
+        del self._flights[flight]
+        self._landed.set()
 
     async def _serve(self, due: Due) -> None:
         """One try, and what follows from it."""
@@ -72,7 +86,7 @@ class Deliverer:
                 logger.info("webhook of job %s: %s; again in %.0f s", due.job, fault, again)
             elif fault is not None:
                 logger.warning("webhook of job %s: %s; given up", due.job, fault)
-            await self._schedule.settle(due.job, again)
+            await self._schedule.settle(due, again)
         except BrokerUnavailable as exc:
             logger.warning("webhook of job %s is sent again after its lease: %s", due.job, exc)
 
@@ -100,16 +114,18 @@ class Deliverer:
 async def _post(record: JobRecord, hook: Webhook) -> str | None:
     settings = get_settings()
     # Looked up anew each time: a name may lead elsewhere by now.
-    target = await asyncio.to_thread(
-        check_url, hook.url, allow=settings.webhook_allow, schemes=settings.webhook_schemes
+    target = await checked_url(
+        hook.url, allow=settings.webhook_allow, schemes=settings.webhook_schemes
     )
-    finished = datetime.fromtimestamp(record.finished or record.spec.created, UTC).isoformat()
+    ended = record.finished or record.spec.created
+    finished = datetime.fromtimestamp(ended, UTC).isoformat()
     body = message(record.state.value, finished, job_view(record, "").model_dump(mode="json"))
     headers = {
         "host": target.host_header,
         "content-type": "application/json",
         "user-agent": "omniq",
-        **signed(f"{record.id}.ended", int(time.time()), body, hook.secret),
+        # Of this end: a job that is tried again ends again, which is another message.
+        **signed(f"{record.id}.{ended * 1e6:.0f}", int(time.time()), body, hook.secret),
     }
     timeout = httpx.Timeout(settings.webhook_timeout)
     async with (

@@ -10,7 +10,7 @@ from urllib.parse import urljoin
 import httpx
 
 from omniq.inputs.faults import invalid, too_large
-from omniq.net_guard import ResolvedTarget, check_url
+from omniq.net_guard import checked_url
 from omniq.settings import get_settings
 
 MOST_REDIRECTS = 3
@@ -117,7 +117,9 @@ async def _followed(url: str, field: str) -> bytes:
     schemes: tuple[str, ...] = ("https", "http")
     async with httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=None) as client:
         for _ in range(MOST_REDIRECTS + 1):
-            target = await asyncio.to_thread(_checked, url, field, schemes)
+            target = await checked_url(
+                url, allow=get_settings().remote_media, schemes=schemes, field=field
+            )
             if target.scheme == "https":
                 schemes = ("https",)
             async with client.stream(
@@ -132,15 +134,14 @@ async def _followed(url: str, field: str) -> bytes:
                 extensions={"sni_hostname": target.host},
             ) as response:
                 if response.status_code in REDIRECTS and "location" in response.headers:
-                    url = urljoin(url, response.headers["location"])
+                    try:
+                        url = urljoin(url, response.headers["location"])
+                    except ValueError as exc:  # such as brackets that hold no address
+                        raise invalid(field, "its host redirects to what is no URL") from exc
                     client.cookies.clear()
                     continue
                 return await _read(response, field)
     raise invalid(field, f"the URL redirects more than {MOST_REDIRECTS} times")
-
-
-def _checked(url: str, field: str, schemes: tuple[str, ...]) -> ResolvedTarget:
-    return check_url(url, allow=get_settings().remote_media, schemes=schemes, field=field)
 
 
 async def _read(response: httpx.Response, field: str) -> bytes:

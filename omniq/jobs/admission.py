@@ -144,7 +144,13 @@ class Admission:
         return cls(spec.pipeline, settings.max_jobs, queues, limits, settings.fair_window)
 
     def ask(
-        self, spec: JobSpec, share: Share, *, again: Again | None = None, hook: str | None = None
+        self,
+        spec: JobSpec,
+        share: Share,
+        *,
+        again: Again | None = None,
+        hook: str | None = None,
+        room_for: int = 1,
     ) -> bytes:
         """The argument of ``create.lua``."""
         settings = get_settings()
@@ -157,6 +163,8 @@ class Admission:
             asked["idempotency_ttl"] = int(settings.idempotency_ttl * 1000)
         if hook is not None:
             asked["hook"] = hook
+        if room_for > 1:
+            asked["count"] = room_for
         return self._lasting[:-1] + b"," + orjson.dumps(asked)[1:]
 
     @cached_property

@@ -103,6 +103,7 @@ class JobStore:
         admission: Admission | None = None,
         again: Again | None = None,
         hook: str | None = None,
+        room_for: int = 1,
     ) -> JobRecord:
         """Record a job as queued, emit ``job.queued`` and send the messages that start it.
 
@@ -113,6 +114,7 @@ class JobStore:
             admission: limits of its pipeline; by default those of the settings.
             again: if a job was made with this key already, that one is the answer.
             hook: JSON of whom to tell of the job's end (:mod:`omniq.jobs.webhooks`).
+            room_for: jobs, with this one, for which there must be room.
 
         Raises:
             Refused: a limit is reached; the job leaves no trace.
@@ -135,7 +137,7 @@ class JobStore:
                     "" if spec.deadline is None else repr(spec.deadline),
                     channel,
                     _dumps([ref.model_dump_json() for ref in spec.files.values()]),
-                    admission.ask(spec, self.share, again=again, hook=hook),
+                    admission.ask(spec, self.share, again=again, hook=hook, room_for=room_for),
                     *posted(posts),
                 ],
                 keys.jobs_index(),
@@ -154,10 +156,7 @@ class JobStore:
             case b"same":
                 return (await self.get(answer[1].decode())).model_copy(update={"replayed": True})
             case b"conflict":
-                raise IdempotencyConflict(
-                    "this idempotency key was used for a request that asked for something else",
-                    hint="use a new key for every new request",
-                )
+                raise _conflict()
             case b"refused":
                 refused = refusal(answer)
                 self.usage = self.share.after(refused)
@@ -167,6 +166,25 @@ class JobStore:
         return JobRecord(
             spec=spec, state=JobState.QUEUED, stages={s: StageRecord() for s in spec.stages}
         )
+
+    async def known(self, again: Again) -> JobRecord | None:
+        """The job of an earlier request with this key, if it is kept; :meth:`create` looks as well.
+
+        Raises:
+            IdempotencyConflict: the key was used for something else.
+        """
+        with broker_errors():
+            found = await self.redis.get(keys.idempotency(self.share.tenant, again.key))
+        if found is None:
+            return None
+        asked, job_id = found.decode().split()
+        try:
+            record = await self.get(job_id)
+        except JobNotFound:
+            return None
+        if asked != again.print:
+            raise _conflict()
+        return record.model_copy(update={"replayed": True})
 
     async def get(self, job_id: str) -> JobRecord:
         """The job's record.
@@ -523,6 +541,13 @@ class JobStore:
         up; for a server that stops.
         """
         self._watching.stop()
+
+
+def _conflict() -> IdempotencyConflict:
+    return IdempotencyConflict(
+        "this idempotency key was used for a request that asked for something else",
+        hint="use a new key for every new request",
+    )
 
 
 def _is_late(record: JobRecord) -> bool:

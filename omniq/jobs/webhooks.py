@@ -12,22 +12,24 @@ A message is signed if there is a secret: ``webhook-signature: v1,BASE64`` is th
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import hashlib
 import hmac
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from omniq.jobs.scripts import JobScripts
-from omniq.net_guard import check_url
+from omniq.net_guard import checked_url
 from omniq.redis_client import Client
 from omniq.settings import get_settings
+
+logger = logging.getLogger(__name__)
 
 SECRET_PREFIX = "whsec_"
 SECRET_BYTES = range(24, 65)
@@ -61,6 +63,10 @@ class Due:
     hook: Webhook
     tries: int
     """With this one."""
+    receiver: str = ""
+    """Whose it is: a tenant, or else a host."""
+    lease: str = ""
+    """Its end, by which the one who has it is known."""
 
 
 class Schedule:
@@ -69,17 +75,37 @@ class Schedule:
     def __init__(self, redis: Client) -> None:
         self._run = JobScripts(redis).run
 
-    async def claim(self, most: int, lease: float) -> list[Due]:
-        """Messages that are due; nobody else's for ``lease`` seconds."""
-        found = await self._run("claim_hooks", "-", [most, repr(lease)])
-        return [
-            Due(job.decode(), Webhook.model_validate_json(hook), int(tries))
-            for job, hook, tries in zip(found[::3], found[1::3], found[2::3], strict=True)
-        ]
+    async def claim(
+        self, most: int, lease: float, each: int | None = None, has: Mapping[str, int] | None = None
+    ) -> list[Due]:
+        """Messages that are due; nobody else's for ``lease`` seconds.
 
-    async def settle(self, job_id: str, again: float | None) -> None:
-        """A message needs no other try, or one in ``again`` seconds."""
-        await self._run("settle_hook", "-", [job_id, "" if again is None else repr(again)])
+        Args:
+            each: most that one receiver may have at once.
+            has: how many each receiver has already.
+        """
+        arguments = [most, repr(lease), each or most, orjson.dumps(has or {})]
+        found = iter(await self._run("claim_hooks", "-", arguments))
+        due = []
+        for job, hook, tries, receiver, end in zip(*[found] * 5, strict=True):
+            try:
+                webhook = Webhook.model_validate_json(hook)
+            except ValidationError:
+                # Of another version of omniq: it must not hold up the others.
+                logger.exception("the webhook of job %s cannot be read; given up", job.decode())
+                await self._settle(job, end, "")
+                continue
+            due.append(Due(job.decode(), webhook, int(tries), receiver.decode(), end.decode()))
+        return due
+
+    async def settle(self, due: Due, again: float | None) -> None:
+        """A message needs no other try, or one in ``again`` seconds; nothing happens if its lease
+        has lapsed and another one has it, or if its job has ended anew.
+        """
+        await self._settle(due.job, due.lease, "" if again is None else repr(again))
+
+    async def _settle(self, *arguments: str | bytes) -> None:
+        await self._run("settle_hook", "-", arguments)
 
 
 def secret_bytes(secret: str) -> bytes:
@@ -98,8 +124,7 @@ async def checked(hook: Webhook) -> str:
         InvalidRequest: its URL leads where it may not.
     """
     settings = get_settings()
-    await asyncio.to_thread(
-        check_url,
+    await checked_url(
         hook.url,
         allow=settings.webhook_allow,
         schemes=settings.webhook_schemes,

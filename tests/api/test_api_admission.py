@@ -104,9 +104,12 @@ async def test_openais_routes_know_requests_that_come_again(
         await play(store, job.id)
     answer = await asking
     assert answer.status_code == 200, answer.text
+    assert answer.headers["idempotent-replayed"] == "true"
     assert len((await store.list())[0]) == len(jobs)
-    other = await http.post(url, json={**body, "prompt": "x"}, headers=KEY)
-    assert other.status_code == 409
+    for change in ({"prompt": "x"}, {"n": 1}):
+        other = await http.post(url, json={**body, **change}, headers=KEY)
+        assert other.status_code == 409, change
+    assert len((await store.list())[0]) == len(jobs)
 
 
 @pytest.mark.parametrize("path", ["/v1/generate", "/v1/images/generations"])

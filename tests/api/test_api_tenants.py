@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from api_support import BODY, PNG, PROMPT, begin, play, problem, state_is
+from api_support import BODY, PNG, PROMPT, begin, eventually, play, problem, state_is
 from click.testing import CliRunner
 from fastapi import FastAPI
 from redis import Redis
@@ -204,15 +204,62 @@ def embedder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broker: object) ->
 async def test_many_jobs_of_one_request_are_all_taken_or_none(
     embedder: str, as_: Client, store: JobStore
 ) -> None:
-    """The third is refused: the first two, which nobody would ever wait for, are cancelled."""
-    ada = as_(await key_of(store, "ada", max_jobs=2))
+    """What is refused has used up nothing, so that it can be taken when there is room."""
+    ada = as_(await key_of(store, "ada", max_jobs=3, rate=0.01, burst=4, daily=4))
+    one = asyncio.create_task(ada.post("/v1/embeddings", json={"model": embedder, "input": ["a"]}))
+    while not (jobs := (await store.list())[0]):
+        await asyncio.sleep(0.01)
+    body = {"model": embedder, "input": ["a", "b", "c"]}
+    answer = await ada.post("/v1/embeddings", json=body)
+    assert answer.status_code == 429, answer.text
+    assert len((await store.list())[0]) == 1
+    await store.cancel(jobs[0].id)
+    await one
+    asking = asyncio.create_task(ada.post("/v1/embeddings", json=body))
+
+    async def all_there() -> bool:
+        return len((await store.list())[0]) == 4
+
+    await eventually(all_there)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_a_request_of_more_jobs_than_a_share_ever_has_is_not_told_to_come_back(
+    embedder: str, as_: Client, store: JobStore
+) -> None:
+    body = {"model": embedder, "input": ["a", "b", "c"]}
+    for limits in ({"max_jobs": 2}, {"daily": 2}, {"rate": 5, "burst": 2}):
+        ada = as_(await key_of(store, "ada", **limits))
+        answer = await ada.post("/v1/embeddings", json=body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["code"] == "share_too_small"
+    assert (await store.list())[0] == []
+
+
+async def test_what_a_race_leaves_of_a_refused_request_is_cancelled(
+    embedder: str, as_: Client, store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There was room for all, and another request took it: nobody would wait for the first."""
+    from omniq_api.openai_compat import running
+
+    async def as_if_there_were_room(store: JobStore, **asked: Any) -> Any:
+        return await submit(store, **{**asked, "room_for": 1})
+
+    submit = running.submit
+    monkeypatch.setattr(running, "submit", as_if_there_were_room)
+    ada = as_(await key_of(store, "ada", max_jobs=3))
+    first = (
+        await ada.post("/v1/jobs", json={"pipeline": embedder, "input": {"prompt": "x"}})
+    ).json()
     body = {"model": embedder, "input": ["a", "b", "c"]}
     answer = await ada.post("/v1/embeddings", json=body)
     assert answer.status_code == 429, answer.text
     jobs, _ = await store.list()
-    assert len(jobs) == 2
+    assert len(jobs) == 3
     for job in jobs:
-        await state_is(store, job.id, JobState.CANCELLED)
+        if job.id != first["id"]:
+            await state_is(store, job.id, JobState.CANCELLED)
 
 
 def test_the_operator_makes_lists_and_revokes_keys(broker: object, redis_client: Redis) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import http.server
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,12 +19,14 @@ import pytest
 from api_support import BODY, eventually, play, problem, serving
 from fastapi import FastAPI
 from omniq_api import webhooks
+from redis import Redis
 
 from omniq import keys
 from omniq.errors import InvalidRequest
 from omniq.jobs.store import JobStore
-from omniq.jobs.webhooks import signed
+from omniq.jobs.webhooks import Due, Schedule, Webhook, signed
 from omniq.settings import get_settings
+from omniq.submit import submit
 
 SECRET = "whsec_" + base64.b64encode(b"s" * 32).decode()
 
@@ -175,9 +178,6 @@ async def test_an_address_is_checked_again_when_it_is_used(
     receiver: Receiver, app: FastAPI, store: JobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was fine when the job came may not be now."""
-    from omniq.jobs.webhooks import Due, Webhook
-    from omniq.submit import submit
-
     hook = Webhook(url=receiver.url)
     job = await submit(store, pipeline="tiny-omni", inputs={"prompt": "x"}, webhook=hook)
     record = await store.cancel(job.id)
@@ -188,6 +188,87 @@ async def test_an_address_is_checked_again_when_it_is_used(
     fault = await webhooks.Deliverer(store)._send(Due(job.id, hook, 1))
     assert fault is not None and "not public" in fault
     assert receiver.got == []
+
+
+async def test_a_receiver_that_does_not_answer_holds_up_no_other(
+    receiver: Receiver,
+    client: httpx.AsyncClient,
+    store: JobStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More messages for it than are sent at once, all due before the other one's."""
+    monkeypatch.setenv("OMNIQ_WEBHOOK_TIMEOUT", "60")
+    get_settings.cache_clear()
+    deaf = socket.create_server(("127.0.0.1", 0), backlog=100)
+    try:
+        for url in [f"http://127.0.0.1:{deaf.getsockname()[1]}/"] * 40 + [receiver.url]:
+            body = {**BODY, "webhook": {"url": url}}
+            job_id = (await client.post("/v1/jobs", json=body)).json()["id"]
+            await client.post(f"/v1/jobs/{job_id}/cancel")
+        await got(receiver, 1)
+    finally:
+        deaf.close()
+
+
+async def test_only_who_has_a_message_settles_it(store: JobStore, redis_client: Redis) -> None:
+    """Neither one whose lease has lapsed nor, if the job has ended anew, that of the end before."""
+    schedule = Schedule(store.redis)
+    job = await submit(
+        store,
+        pipeline="tiny-omni",
+        inputs={"prompt": "x"},
+        webhook=Webhook(url="https://8.8.8.8/"),
+    )
+    await store.cancel(job.id)
+    (first,) = await schedule.claim(9, 0.05)
+
+    async def lapsed() -> bool:
+        return bool(found := await schedule.claim(9, 60)) and not second.extend(found)
+
+    second: list[Due] = []
+    await eventually(lapsed)
+    assert (second[0].job, second[0].tries) == (job.id, 2)
+    await schedule.settle(first, None)
+    assert redis_client.zcard(keys.webhooks()) == 1
+    await store.redis.hset(keys.job(job.id), "state", "queued")
+    await store.cancel(job.id)
+    await schedule.settle(second[0], None)
+    (third,) = await schedule.claim(9, 60)
+    assert third.tries == 1
+    await schedule.settle(third, None)
+    assert redis_client.zcard(keys.webhooks()) == 0
+
+
+async def test_a_job_that_ends_again_is_another_message(
+    receiver: Receiver, client: httpx.AsyncClient, store: JobStore
+) -> None:
+    """As one that was tried again after its end: receivers know a message by its id."""
+    body = {**BODY, "webhook": {"url": receiver.url}}
+    job_id = (await client.post("/v1/jobs", json=body)).json()["id"]
+    for count in (1, 2):
+        await store.redis.hset(keys.job(job_id), "state", "queued")
+        await store.cancel(job_id)
+        await got(receiver, count)
+        assert await store.redis.hget(keys.job(job_id), "hook|tries") == b"1"
+    assert len({headers["webhook-id"] for headers, _ in receiver.got}) == 2
+
+
+async def test_a_hook_that_cannot_be_read_holds_up_no_other(
+    receiver: Receiver, client: httpx.AsyncClient, store: JobStore
+) -> None:
+    body = {**BODY, "webhook": {"url": receiver.url}}
+    for faulty in (True, False):
+        job_id = (await client.post("/v1/jobs", json=body)).json()["id"]
+        if faulty:
+            await store.redis.hset(keys.job(job_id), "hook", '{"url":"x","later":1}')
+        await client.post(f"/v1/jobs/{job_id}/cancel")
+    await got(receiver, 1)
+    assert json.loads(receiver.got[0][1])["data"]["id"] == job_id
+
+    async def settled() -> bool:
+        return not await store.redis.exists(keys.webhooks())
+
+    await eventually(settled)
 
 
 def test_signatures_are_those_of_the_specification() -> None:

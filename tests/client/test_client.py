@@ -209,3 +209,5 @@ def test_a_batch_sent_again_by_its_key_is_the_same_jobs(llm: OmniLLM) -> None:
     assert [o.job_id for o in again] == [o.job_id for o in first]
     with pytest.raises(IdempotencyConflict):
         llm.generate(["a", "c"], idempotency_key="k", seed=1)
+    with pytest.raises(IdempotencyConflict):
+        llm.generate(["a"], idempotency_key="k", seed=1)

@@ -69,6 +69,9 @@ class Handler(BaseHTTPRequestHandler):
     def _file(self) -> None:
         self._send(b"", 302, location="file:///etc/passwd")
 
+    def _nowhere(self) -> None:
+        self._send(b"", 302, location="http://[")
+
     def _liar(self) -> None:
         self._send(b"x" * 10, content_length="99999999999")
 
@@ -155,6 +158,7 @@ async def test_a_file_of_an_allowed_host(host: str, allowed: None, path: str) ->
 REFUSED = [
     ("{host}/none", "its host answers with status 404"),
     ("{host}/loop", "redirects more than 3 times"),
+    ("{host}/nowhere", "redirects to what is no URL"),
     ("{host}/away", "host '127.0.0.2' is not allowed"),
     ("{host}/metadata", "host '169.254.169.254' is not allowed"),
     ("{host}/file", "scheme https or http"),

@@ -1,25 +1,24 @@
-"""Who is let in, and in which order: limits, shares, fair turns, idempotency keys."""
+"""Who is let in: limits, shares, idempotency keys; and what is left of jobs."""
 
 from __future__ import annotations
 
 import asyncio
-import collections
-import itertools
-import json
-import re
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import redis.asyncio
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from admission_helpers import (
+    ADA,
+    BOB,
+    PIPELINE,
+    finish,
+    new,
+    serve,
+)
 
-import omniq
-from omniq import chain, keys
-from omniq.celery import celery_priority, queue_keys
-from omniq.config import available_pipelines, get_pipeline
+from omniq import keys
+from omniq.config import get_pipeline
 from omniq.errors import (
     IdempotencyConflict,
     InvalidRequest,
@@ -29,82 +28,14 @@ from omniq.errors import (
     ShareUsed,
 )
 from omniq.jobs.admission import Admission, Share, pool_pressure
-from omniq.jobs.dead import DeadLetters
-from omniq.jobs.model import JobRecord, JobState, StageResult, Verdict
-from omniq.jobs.reconcile import Reconciler
+from omniq.jobs.model import JobRecord, JobState
 from omniq.jobs.store import JobStore
+from omniq.jobs.webhooks import Webhook
 from omniq.jobs.workers import WorkerRegistry
-from omniq.publish import Parent, post
 from omniq.settings import get_settings
 from omniq.submit import submit
 
-STAGES = ("ar", "dit", "decode")
-PIPELINE = "small"
-NOBODYS = Share()
-ADA, BOB = Share(tenant="ada"), Share(tenant="bob")
-
-
-@pytest.fixture(autouse=True)
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipeline as tiny-omni, whose engines take one request at a time."""
-    text = (Path(omniq.__file__).parent / "pipelines/tiny-omni.yaml").read_text()
-    text = re.sub(r"max_in_flight: \d+", "max_in_flight: 1", text)
-    file = tmp_path / "small.yaml"
-    file.write_text(text.replace("name: tiny-omni", f"name: {PIPELINE}"))
-    monkeypatch.setenv("OMNIQ_PIPELINES", json.dumps([str(file)]))
-
-
-@pytest.fixture
-async def store(broker: object) -> Any:
-    available_pipelines.cache_clear()
-    store = JobStore.from_settings()
-    yield store
-    await store.close()
-
-
-@pytest.fixture
-def setting(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets one of omniq's settings."""
-
-    def change(name: str, value: object) -> None:
-        monkeypatch.setenv(f"OMNIQ_{name.upper()}", str(value))
-        get_settings.cache_clear()
-
-    return change
-
-
-async def new(store: JobStore, share: Share = NOBODYS, **more: Any) -> JobRecord:
-    return await submit(store.of(share), pipeline=PIPELINE, inputs={"prompt": "x"}, **more)
-
-
-async def serve(store: JobStore, stage: str) -> str | None:
-    """Take one message of a stage as stock Celery does and do its work; the job's id."""
-    names = queue_keys(keys.stage_queue(PIPELINE, stage))
-    popped = await store.redis.execute_command("LMPOP", len(names), *names, "RIGHT")
-    if popped is None:
-        return None
-    job_id: str = json.loads(popped[1][0])["headers"]["id"].partition(".")[0]
-    await run(store, job_id, stage)
-    return job_id
-
-
-async def run(store: JobStore, job_id: str, stage: str) -> None:
-    """As a worker that has the stage's message; what follows is sent."""
-    grant = await store.begin_stage(job_id, stage, "w", redelivered=False)
-    if grant.verdict is not Verdict.RUN:
-        return
-    spec = grant.spec
-    assert spec is not None
-    behind = list(STAGES[STAGES.index(stage) + 1 :])
-    parent = Parent(f"{job_id}.{stage}", job_id, celery_priority(spec.priority))
-    posts = [post(chain._stage(spec, s), parent=parent) for s in behind[:1]]
-    assert await store.finish_stage(job_id, stage, grant.fence, StageResult(), posts)
-
-
-async def finish(store: JobStore, job: JobRecord) -> None:
-    for stage in STAGES:
-        await run(store, job.id, stage)
-    assert (await store.get(job.id)).state is JobState.SUCCEEDED
+pytestmark = pytest.mark.usefixtures("small")
 
 
 # -- limits of the system ----------------------------------------------------------------------
@@ -312,185 +243,6 @@ async def test_a_tenants_priorities_have_a_highest(store: JobStore) -> None:
         await new(store, share, priority=4)
 
 
-# -- turns -------------------------------------------------------------------------------------
-
-
-async def let_share(store: JobStore) -> None:
-    """There is a tenant's key."""
-    await store.redis.hset(keys.api_keys(), "x", "y")
-
-
-async def drain(store: JobStore) -> list[str]:
-    """Serve all there is, one at a time; the jobs in the order in which their first stage ran."""
-    order = []
-    while True:
-        served = [await serve(store, stage) for stage in reversed(STAGES)]
-        if served[-1] is not None:
-            order.append(served[-1])
-        if not any(served):
-            return order
-
-
-async def test_a_flood_of_one_tenant_does_not_stand_before_another(
-    store: JobStore, setting: Any
-) -> None:
-    setting("fair_window", 8)
-    await let_share(store)
-    flood = [await new(store, ADA) for _ in range(60)]
-    few = [await new(store, BOB) for _ in range(10)]
-    owner = {job.id: job.spec.tenant for job in flood + few}
-    order = [owner[job_id] for job_id in await drain(store)]
-    assert collections.Counter(order) == {"ada": 60, "bob": 10}
-    assert order.index("bob") <= 8 + 1, "only what was let go already is before him"
-    of_bob = [i for i, tenant in enumerate(order) if tenant == "bob"]
-    assert all(b - a <= 2 for a, b in itertools.pairwise(of_bob)), order
-    assert not await store.redis.keys("omniq:pen:*"), "nothing is left"
-
-
-async def test_without_tenants_every_job_goes_to_its_queue_at_once(
-    store: JobStore, setting: Any
-) -> None:
-    setting("fair_window", 2)
-    for _ in range(10):
-        await new(store)
-    assert await store.redis.llen(queue_keys("omniq.small.ar")[celery_priority(5)]) == 10
-
-
-async def test_jobs_held_back_go_by_priority_and_none_starves(
-    store: JobStore, setting: Any
-) -> None:
-    setting("fair_window", 2)
-    await let_share(store)
-    low = [await new(store, ADA, priority=0) for _ in range(6)]
-    high = [await new(store, ADA, priority=9) for _ in range(40)]
-    order = await drain(store)
-    assert sorted(order) == sorted(j.id for j in low + high)
-    places = sorted(order.index(j.id) for j in low)
-    assert places[2] >= 8, "two were let go before; then eight of the higher priority at least"
-    assert places[3] < 36, "but a lower one comes now and then"
-
-
-async def test_jobs_held_back_that_end_are_passed_over(store: JobStore, setting: Any) -> None:
-    setting("fair_window", 1)
-    await let_share(store)
-    jobs = [await new(store, ADA) for _ in range(10)]
-    late = await new(store, ADA, timeout=0.05)
-    for job in jobs[:8]:
-        await store.cancel(job.id)
-    await asyncio.sleep(0.1)
-    assert set(await drain(store)) >= {jobs[8].id, jobs[9].id}
-    assert (await store.get(late.id)).state is JobState.EXPIRED
-    for job in jobs[8:]:
-        assert (await store.get(job.id)).state is JobState.SUCCEEDED
-
-
-async def test_jobs_held_back_are_not_taken_for_lost(store: JobStore, setting: Any) -> None:
-    """They have no message, which the reconciler would send."""
-    setting("fair_window", 2)
-    await let_share(store)
-    jobs = [await new(store, ADA) for _ in range(6)]
-    report = await Reconciler(store, get_pipeline(PIPELINE)).reconcile(grace=0)
-    assert (report.open_jobs, report.messages, report.lost) == (6, 2, [])
-    assert sorted(await drain(store)) == sorted(job.id for job in jobs)
-
-
-async def test_a_dead_letter_that_is_tried_again_takes_its_place_again(store: JobStore) -> None:
-    """Of the pipeline and of the tenant, and gives it up at its end."""
-    job = await new(store, ADA)
-
-    async def places() -> list[int]:
-        names = (keys.open_jobs(PIPELINE), "omniq:tenant:ada:open")
-        return [await store.redis.zcard(name) for name in names]
-
-    grant = await store.begin_stage(job.id, "ar", "w", redelivered=False)
-    error = {"code": "engine_error", "message": "broken"}
-    assert await store.fail_stage(job.id, "ar", grant.fence, error, "Traceback")
-    assert await places() == [0, 0]
-    await DeadLetters(store).retry(job.id)
-    assert await places() == [1, 1]
-    assert (await store.get(job.id)).spec.tenant == "ada"
-    await finish(store, job)
-    assert await places() == [0, 0]
-
-
-async def test_a_lost_message_does_not_keep_the_others_back(store: JobStore, setting: Any) -> None:
-    """Room is what the queues have, not what was counted: nothing that dies can use it up."""
-    setting("fair_window", 2)
-    await let_share(store)
-    jobs = [await new(store, ADA) for _ in range(6)]
-    for name in queue_keys("omniq.small.ar"):
-        await store.redis.delete(name)
-    await WorkerRegistry(store.redis)._run("let_go", "-", [PIPELINE])
-    assert len(await drain(store)) == 4, [j.id for j in jobs]
-
-
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    st.lists(
-        st.one_of(
-            st.tuples(st.just("new"), st.sampled_from("abc"), st.integers(0, 9)),
-            st.tuples(st.just("serve"), st.sampled_from(STAGES), st.integers(1, 4)),
-        ),
-        min_size=20,
-        max_size=90,
-    )
-)
-def test_tenants_with_work_get_equal_shares(
-    broker: Any, monkeypatch: pytest.MonkeyPatch, steps: list[Any]
-) -> None:
-    """Whatever comes in whatever order: while two tenants have jobs held back, neither is let go
-    more than two more than the other; all are served in the end, each once.
-    """
-    monkeypatch.setenv("OMNIQ_FAIR_WINDOW", "4")
-    get_settings.cache_clear()
-    available_pipelines.cache_clear()
-
-    async def play() -> None:
-        store = JobStore.from_settings()
-        try:
-            await store.redis.flushall()
-            await let_share(store)
-            made: dict[str, str] = {}
-            since: dict[frozenset[str], collections.Counter[str]] = {}
-
-            async def held() -> dict[str, int]:
-                found: collections.Counter[str] = collections.Counter()
-                for job_id, tenant in made.items():
-                    found[tenant] += await store.redis.hexists(keys.job(job_id), "held")
-                return dict(found)
-
-            for step in steps:
-                before = await held()
-                if step[0] == "new":
-                    job = await new(store, Share(tenant=step[1]), priority=step[2])
-                    made[job.id] = step[1]
-                    before[step[1]] = before.get(step[1], 0) + 1
-                else:
-                    for _ in range(step[2]):
-                        await serve(store, step[1])
-                after = await held()
-                for a, b in (("a", "b"), ("a", "c"), ("b", "c")):
-                    pair = frozenset((a, b))
-                    if not (after.get(a) and after.get(b)):
-                        since.pop(pair, None)
-                    elif before.get(a) and before.get(b) and pair in since:
-                        for tenant in pair:
-                            since[pair][tenant] += before[tenant] - after[tenant]
-                        assert abs(since[pair][a] - since[pair][b]) <= 2, since
-                    else:
-                        since[pair] = collections.Counter()
-            order = await drain(store)
-            assert len(order) == len(set(order))
-            for job_id in made:
-                assert (await store.get(job_id)).state is JobState.SUCCEEDED
-        finally:
-            await store.close()
-
-    asyncio.run(play())
-
-
 # -- the same request again --------------------------------------------------------------------
 
 
@@ -530,6 +282,57 @@ async def test_a_request_that_was_refused_may_come_again_by_its_key(
 async def test_faulty_keys_are_refused(store: JobStore, key: str) -> None:
     with pytest.raises(InvalidRequest, match="idempotency_key"):
         await new(store, idempotency_key=key)
+
+
+async def test_jobs_of_one_request_have_one_key_and_are_told_apart(store: JobStore) -> None:
+    """A key of the greatest length fits all of them, and stands for so many jobs."""
+    key = "k" * 255
+    jobs = [await new(store, idempotency_key=key, part=(i, 3)) for i in range(3)]
+    again = [await new(store, idempotency_key=key, part=(i, 3)) for i in range(3)]
+    assert len({job.id for job in jobs}) == 3
+    assert [job.id for job in again] == [job.id for job in jobs]
+    for parts in (1, 2, 4):
+        with pytest.raises(IdempotencyConflict):
+            await new(store, idempotency_key=key, part=(0, parts))
+    await new(store, idempotency_key="a", part=(1, 2))
+    assert not (await new(store, idempotency_key="a#1", part=(0, 2))).replayed
+
+
+async def test_a_request_of_several_jobs_is_refused_before_it_uses_up_anything(
+    store: JobStore, setting: Any
+) -> None:
+    share = Share(tenant="ada", rate=0.01, burst=4, daily=5, max_jobs=6)
+    for _ in range(2):
+        await new(store, share)
+    with pytest.raises(ShareUsed) as refused:
+        await new(store, share, room_for=3)
+    assert refused.value.limit == "rate"
+    assert 90 < refused.value.retry_after <= 100, "until there is room for all three"
+    for left in (2, 1):
+        await new(store, share, room_for=left)
+    for limits, count in (({"daily": 5}, 2), ({"max_jobs": 5}, 2)):
+        with pytest.raises(ShareUsed):
+            await new(store, Share(tenant="ada", **limits), room_for=count)
+    setting("max_jobs", 5)
+    with pytest.raises(Overloaded):
+        await new(store, BOB, room_for=2)
+    await new(store, BOB)
+
+
+async def test_a_request_that_comes_again_needs_nothing_of_what_it_names(
+    store: JobStore, setting: Any
+) -> None:
+    """Its webhook's host may be gone by then, or there may be no room for its files."""
+    hook = Webhook(url="https://8.8.8.8/")
+    first = await new(store, idempotency_key="k", webhook=hook)
+    setting("webhook_allow", '["example.com"]')
+    assert (await new(store, idempotency_key="k", webhook=hook)).id == first.id
+    with pytest.raises(IdempotencyConflict):
+        await new(store, idempotency_key="k", priority=6, webhook=hook)
+    with pytest.raises(InvalidRequest, match="not allowed"):
+        await new(store.of(BOB), BOB, idempotency_key="k", webhook=hook)
+    with pytest.raises(InvalidRequest, match="not allowed"):
+        await new(store, idempotency_key="other", webhook=hook)
 
 
 # -- leaving nothing ---------------------------------------------------------------------------

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
+import threading
 from typing import Any
 
 import pytest
 
+from omniq import net_guard
 from omniq.errors import ConfigError, InvalidRequest
-from omniq.net_guard import check_url, is_public
+from omniq.net_guard import check_url, checked_url, is_public
 
 
 def names(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> list[str]:
@@ -156,3 +159,28 @@ def test_public_addresses_are_public() -> None:
     assert is_public(ipaddress.ip_address("8.8.8.8"))
     assert is_public(ipaddress.ip_address("2001:4860:4860::8888"))
     assert not is_public(ipaddress.ip_address("::ffff:192.168.0.1"))
+
+
+def test_a_name_that_is_not_on_the_list_is_not_even_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = names(monkeypatch, "8.8.8.8")
+    with pytest.raises(InvalidRequest, match="not allowed"):
+        check_url("https://secret.attacker.example/", allow=["example.com", "*.example.com"])
+    assert asked == []
+
+
+async def test_a_slow_name_service_holds_up_no_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More look-ups than there are threads for anything else, none of which comes back."""
+    answer = threading.Event()
+    monkeypatch.setattr(net_guard, "LOOKUP_SECONDS", 0.2)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answer.wait(30) and [])
+    slow = [checked_url(f"https://a{i}.example/", allow=["*"], field="f") for i in range(40)]
+    looking = asyncio.gather(*slow, return_exceptions=True)
+    try:
+        async with asyncio.timeout(20):
+            assert await asyncio.to_thread(lambda: "done") == "done"
+            found = await looking
+    finally:
+        answer.set()
+    assert all(isinstance(e, InvalidRequest) and "0.2 s" in e.message for e in found)

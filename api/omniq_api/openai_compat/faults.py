@@ -18,6 +18,8 @@ from omniq_api.strict_json import StrictJSONRoute
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 TOO_MANY = "rate_limit_error"
+SERVICES = "omniq.services"
+"""In the ASGI scope: the services of a request that has its own."""
 #: Status codes with which a route that runs jobs may answer.
 FAULTS = (400, 404, 409, 413, 415, 429, 503, 504)
 
@@ -87,7 +89,11 @@ class OpenAIRoute(StrictJSONRoute):
 
         async def answering(request: Request) -> Response:
             try:
-                return await handler(request)
+                answer = await handler(request)
+                services = request.scope.get(SERVICES)
+                if services is not None and services.replayed:
+                    answer.headers["idempotent-replayed"] = "true"
+                return answer
             except OpenAIError as exc:
                 return _json(exc.status_code, exc.body)
             except HTTPException as exc:

@@ -10,6 +10,7 @@ import orjson
 from fastapi import Request, Response
 
 from omniq.errors import InvalidRequest
+from omniq.jobs.admission import Share
 from omniq.jobs.model import JobRecord, JobState
 from omniq.submit import submit
 from omniq_api.openai_compat import answers, mapping
@@ -22,9 +23,15 @@ from omniq_api.waiting import ClientGone, give_up, unless_gone
 async def submitted(
     services: Services, submissions: Sequence[Submission], *, stream: bool
 ) -> list[JobRecord]:
-    """All jobs, or none; those that do not stream are for :func:`finished`."""
+    """All jobs, or none; those that do not stream are for :func:`finished`.
+
+    Raises:
+        OpenAIError: the request has more jobs than the tenant may ever have at once.
+        Refused: there is no room for all of them now.
+    """
     done: list[JobRecord] = []
-    key = services.idempotency_key
+    count = len(submissions)
+    _fits(services.store.share, count)
     try:
         for number, each in enumerate(submissions):
             done.append(
@@ -36,7 +43,9 @@ async def submitted(
                     metadata=each.metadata,
                     stream=stream,
                     awaited=not stream,
-                    idempotency_key=key if key is None or not number else f"{key}#{number}",
+                    idempotency_key=services.idempotency_key,
+                    part=(number, count),
+                    room_for=count - number,
                     webhook=services.webhook,
                     outputs=each.outputs,
                 )
@@ -46,7 +55,21 @@ async def submitted(
         if isinstance(exc, InvalidRequest):
             raise mapping.in_openai_terms(exc, each) from exc
         raise
+    if services.idempotency_key is not None:  # and so these are the request's own
+        services.replayed = all(job.replayed for job in done)
     return done
+
+
+def _fits(share: Share, count: int) -> None:
+    """A request that no waiting helps is not told to come back."""
+    burst = None if share.rate is None else share.burst
+    for limit, most in (("max_jobs", share.max_jobs), ("daily", share.daily), ("burst", burst)):
+        if most is not None and count > most:
+            raise OpenAIError(
+                400,
+                f"the request asks for {count} jobs; this key may have {most} at once ({limit})",
+                code="share_too_small",
+            )
 
 
 async def finished(

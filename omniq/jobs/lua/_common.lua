@@ -6,8 +6,8 @@
 -- dead (see `bury`), "v:<output>" and "a:<artifact>" results, "w:<channel>" of who waits for its end, and per stage "<stage>|<field>". For chunk streams:
 -- "<stage>|alive" (its lease), "<stage>|streams" (what it hands on while it runs) and
 -- "<reader>|window:<stage>" (the run of <stage> whose first window is there).
--- For admission (_share.lua): "pipeline", "tenant", "inbytes" (of its input files), "held" (its first
--- messages while it is held back), "hook" (whom to tell of its end).
+-- For admission (_share.lua): "pipeline", "tenant", "inbytes" (of its input files), "held" and
+-- "held_in" (its first messages while it is held back, and the list of its place), "hook" (whom to tell of its end).
 
 local JOB, EVENTS, BLOBS = KEYS[1], KEYS[2], KEYS[3]
 local DEAD_RETENTION = tonumber(ARGV[#ARGV - 4])

@@ -161,8 +161,8 @@ local function send_held()
   fetch('state', 'held')
   local held = get('held')
   if not held then return false end
-  redis.call('HDEL', JOB, 'held')
-  FIELDS['held'] = false
+  redis.call('HDEL', JOB, 'held', 'held_in')
+  FIELDS['held'], FIELDS['held_in'] = false, false
   if get('state') ~= 'queued' then return false end
   for _, m in ipairs(cjson.decode(held)) do send(m) end
   return true
@@ -201,8 +201,9 @@ local function hold_back(ask, id, posts)
   local pipeline, tenant = ask.pipeline, ask.tenant
   local waits, tags = pen(pipeline, 'waits'), pen(pipeline, 'tags')
   redis.call('SET', pen(pipeline), cjson.encode({queues = ask.queues, window = ask.window}))
-  set('held', cjson.encode(posts))
-  redis.call('LPUSH', level_list(pipeline, tenant, ask.level), id)
+  local list = level_list(pipeline, tenant, ask.level)
+  set('held', cjson.encode(posts), 'held_in', list)
+  redis.call('LPUSH', list, id)
   if not redis.call('ZSCORE', waits, tenant) then
     local known = redis.call('HMGET', tags, WINDOW .. 'now', tenant)
     local tag = math.max(tonumber(known[1] or '0'), tonumber(known[2] or '0'))
@@ -225,12 +226,20 @@ end
 
 give_up_place = function()
   local id = job_id()
-  fetch('pipeline', 'tenant', 'inbytes', 'hook')
+  fetch('pipeline', 'tenant', 'inbytes', 'hook', 'held', 'held_in')
   local pipeline, tenant = get('pipeline'), get('tenant')
   if not pipeline then return end
+  if get('held') then
+    -- Neither its messages nor its place are kept: who makes and cancels jobs would fill the memory.
+    redis.call('HDEL', JOB, 'held', 'held_in')
+    redis.call('LREM', get('held_in') or '', -1, id)
+  end
   note_end(open_jobs(pipeline), ends_of(pipeline), id)
   if tenant then note_end(tenant_key(tenant, 'open'), tenant_key(tenant, 'ends'), id) end
   if get('inbytes') then forget_input(id .. WINDOW .. get('inbytes')) end
-  if get('hook') then redis.call('ZADD', PREFIX .. 'webhooks', now(), id) end
+  if get('hook') then
+    redis.call('HDEL', JOB, 'hook|tries')  -- of an earlier end
+    redis.call('ZADD', PREFIX .. 'webhooks', now(), id)
+  end
   let_go(pipeline)
 end

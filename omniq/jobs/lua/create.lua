@@ -22,6 +22,9 @@ if same then
 end
 if redis.call('EXISTS', JOB) == 1 then return {'exists'} end
 
+-- So many jobs must find room, this one and others that come at once.
+local count = ask.count or 1
+
 -- The tenant's share: jobs at once, a day, and a second (as a token bucket, by the time at which it
 -- will be full again).
 local t = tonumber(now())
@@ -30,30 +33,29 @@ local theirs = named and count_open(their_open, ttl) or 0
 local day = math.floor(t / 86400)
 local their_day, their_rate = tenant_key(tenant, 'day:' .. day), tenant_key(tenant, 'rate')
 local today, full_again, capacity
-if ask.max_jobs and theirs >= ask.max_jobs then
-  local after = wait_for_room(their_ends, theirs - ask.max_jobs + 1, theirs)
+if ask.max_jobs and theirs + count > ask.max_jobs then
+  local after = wait_for_room(their_ends, theirs - ask.max_jobs + count, theirs)
   return refused('share', 'concurrent_jobs', ask.max_jobs, theirs, after)
 end
 if ask.daily then
   today = tonumber(redis.call('GET', their_day) or '0')
-  if today >= ask.daily then
+  if today + count > ask.daily then
     return refused('share', 'daily_jobs', ask.daily, today, (day + 1) * 86400 - t)
   end
 end
 if ask.rate then
   full_again = math.max(t, tonumber(redis.call('GET', their_rate) or '0')) + 1 / ask.rate
   capacity = ask.burst / ask.rate
-  if full_again - t > capacity + 1e-6 then
-    return refused('share', 'rate', ask.rate, ask.burst, full_again - t - capacity)
-  end
+  local over = full_again + (count - 1) / ask.rate - t - capacity
+  if over > 1e-6 then return refused('share', 'rate', ask.rate, ask.burst, over) end
 end
 
 -- The system's limits. No stage can have more jobs waiting than its pipeline has jobs.
 local open, ends = open_jobs(pipeline), ends_of(pipeline)
 local present = count_open(open, ttl)
-if present >= ask.most then
+if present + count > ask.most then
   return refused('system', 'pipeline_jobs', ask.most, present,
-                 wait_for_room(ends, present - ask.most + 1, present))
+                 wait_for_room(ends, present - ask.most + count, present))
 end
 for i, queue in ipairs(ask.queues) do
   if present >= ask.limits[i] then
@@ -114,7 +116,8 @@ if ask.rate then
 end
 
 local posts = messages(11, 5)
-local shared = #posts > 0 and redis.call('EXISTS', PREFIX .. 'api_keys') == 1
+-- Who is held back goes first, also when the last key has been revoked since.
+local shared = #posts > 0 and redis.call('EXISTS', PREFIX .. 'api_keys', pen(pipeline, 'waits')) > 0
 if shared and (redis.call('EXISTS', pen(pipeline, 'waits')) == 1
                or present >= ask.window and room(ask.queues, ask.window) <= 0) then
   hold_back(ask, id, posts)
