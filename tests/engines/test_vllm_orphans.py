@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -48,9 +49,11 @@ def test_nothing_outlives_a_killed_process(
     """
     script = tmp_path / "start.py"
     script.write_text(SCRIPT)
+    # pytest's own folders have names too long for sockets in them.
+    short = Path(tempfile.mkdtemp(prefix="o"))
     process = subprocess.Popen(
         [sys.executable, str(script), str(model)],
-        env={**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(tmp_path)},
+        env={**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(short)},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -69,12 +72,13 @@ def test_nothing_outlives_a_killed_process(
     process.wait(10)
     wait_until(lambda: not any(map(_alive, family)), 20, f"the end of {family}")
     wait_until(lambda: not any(map(Path.exists, segments)), 5, f"{segments} are unlinked")
-    (folder,) = tmp_path.glob(f"{vllm_orphans.FOLDER}*")
+    (folder,) = short.glob(f"{vllm_orphans.FOLDER}*")
     assert any(file.is_socket() for file in folder.iterdir())
-    assert not any(file.is_socket() for file in tmp_path.iterdir())
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert not any(file.is_socket() for file in short.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(short))
     vllm_orphans.sweep()
     assert not folder.exists()
+    shutil.rmtree(short)
 
 
 def _alive(process: psutil.Process) -> bool:
