@@ -69,14 +69,11 @@ class StageIO:
             if e.trigger != "window"
         ]
         self._outputs = pipeline.outputs_of(stage_id)
-        #: Outputs that stages behind read as a whole, and all that are needed.
-        self._passed_on = sorted(
-            {
-                e.source.partition(".")[2]
-                for e in pipeline.edges
-                if e.producer == stage_id and e.trigger == "full"
-            }
-        )
+        #: Outputs that stages behind read as a whole, with those stages; and all that are needed.
+        self._passed_on: dict[str, set[str]] = {}
+        for edge in pipeline.edges:
+            if edge.producer == stage_id and edge.trigger == "full":
+                self._passed_on.setdefault(edge.source.partition(".")[2], set()).add(edge.consumer)
         made = {o.source.partition(".")[2] for o in self._outputs.values()}
         self._needed = made.union(self._passed_on)
         #: Whether all live readers of an output live here, and until when that is taken for true.
@@ -136,7 +133,9 @@ class StageIO:
             if name not in output.values and name not in output.tensors:
                 raise EngineError(f"the engine of stage {self._stage_id!r} made no output {name!r}")
         outputs: dict[str, dict[str, Any]] = {}
-        for name in self._passed_on:
+        for name, readers in sorted(self._passed_on.items()):
+            if readers.isdisjoint(run.spec.stages):
+                continue  # the job does without them
             made: dict[str, Any] = {}
             if name in output.values:
                 made["value"] = output.values[name]

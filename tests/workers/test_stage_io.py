@@ -1,0 +1,49 @@
+"""What a stage leaves for others: read and written with a real store, without a worker."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from omniq_workers.stage_io import StageIO
+from omniq_workers.stage_run import Run
+
+from omniq.blobs import BlobRouter, host_identity
+from omniq.config import get_pipeline
+from omniq.engines.base import StageOutput
+from omniq.jobs.store import JobStore
+from omniq.jobs.workers import WorkerRegistry
+from omniq.outputs import MultimodalOutputProcessor
+from omniq.submit import submit
+
+
+@pytest.mark.parametrize(("outputs", "kept"), [(["text"], []), (None, ["hidden_states"])])
+async def test_nothing_is_kept_for_stages_that_a_job_does_without(
+    broker: object, outputs: list[str] | None, kept: list[str]
+) -> None:
+    store, router = JobStore.from_settings(), BlobRouter.from_settings()
+    io = StageIO(
+        get_pipeline("tiny-omni"),
+        "ar",
+        router=router,
+        processor=MultimodalOutputProcessor(),
+        store=store,
+        registry=WorkerRegistry(store.redis),
+        host=host_identity(),
+    )
+    job = await submit(store, pipeline="tiny-omni", inputs={"prompt": "x"}, outputs=outputs)
+    grant = await store.begin_stage(job.id, "ar", "w", redelivered=False)
+    run = Run(job.id, "ar", grant, cast("Any", None))
+    made = StageOutput(
+        values={"text": "a circle"},
+        tensors={"hidden_states": {"hidden_states": torch.zeros(4, 8)}},
+    )
+    try:
+        result = await io.store(run, made)
+        assert list(result.outputs) == kept
+        assert len(result.blobs) == len(run.blobs) == len(kept)
+        assert result.values == {"text": "a circle"}
+    finally:
+        router.close()
+        await store.close()
