@@ -31,6 +31,9 @@ def make_qwen3_omni(folder: Path) -> Path:
         for weight in model.code2wav.parameters():
             if weight.ndim > 1:  # at 0.02 whatever is said is silence
                 weight.mul_(6)
+        for name, weight in model.talker.named_parameters():
+            if ".experts." in name:  # transformers leaves them as the memory was
+                weight.normal_(0, 0.3)
     model.save_pretrained(folder)
     save_processor(folder, tokenizer, "Qwen3OmniMoeProcessor", patch_size=16)
     return folder
