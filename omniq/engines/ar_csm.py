@@ -152,12 +152,12 @@ class CsmAREngine(Engine):
         """Send frames as they come; a slow reader holds up nobody, they wait here meanwhile."""
         sent = 0
         while True:
-            stepped = asyncio.create_task(speech.stepped.wait())
+            stepped = asyncio.create_task(speech.news.wait())
             try:
                 await asyncio.wait({making, stepped}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 stepped.cancel()
-            speech.stepped.clear()
+            speech.news.clear()
             if final := making.done():
                 await making  # it may have failed
             for begin, end in portions(speech.sound, sent, self._chunk, final=final):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ import torch
 
 from omniq.config import Modality
 from omniq.engines.base import Emit, Engine, NullEmit, StageInput, StageOutput, StageRequest
-from omniq.engines.batch_cache import BatchCache, can_batch
 from omniq.engines.faults import engine_faults
 from omniq.engines.loading import (
     check_engine_args,
@@ -24,6 +22,7 @@ from omniq.engines.loading import (
     torch_dtype,
     whole_arg,
 )
+from omniq.engines.rows import Rows, settle
 from omniq.engines.sampling import Sampler, Sampling
 from omniq.engines.text import PromptEncoder, TextStream
 from omniq.errors import ConfigError, OmniqError
@@ -133,9 +132,7 @@ class TransformersAREngine(Engine):
             ConfigError: folder, tokenizer or engine arguments are wrong.
         """
         self._waiting: list[Generation] = []
-        self._running: list[tuple[Generation, _Sequence]] = []
-        self._batch: BatchCache | None = None
-        self._apart: dict[_Sequence, Any] = {}
+        self._rows: Rows[tuple[Generation, _Sequence]] = Rows()
         self._steps: asyncio.Task[None] | None = None
         await self.in_thread(self._load)
 
@@ -242,23 +239,22 @@ class TransformersAREngine(Engine):
 
     async def _step_on(self) -> None:
         """Step while anything is in flight; a step that fails ends every request it was for."""
-        while self._waiting or self._running:
+        while self._waiting or self._rows:
             try:
                 ended = await self.in_thread(self._step)
             except Exception as exc:  # each request raises it where it is waited for
-                for generation in self._let_go():
-                    _end(generation, exc)
+                for generation in self._in_flight():
+                    settle(generation, exc)
+                self._rows.clear()
                 continue
             for generation, fault in ended:
-                _end(generation, fault)
-            for generation in {g for g, _ in self._running}:
+                settle(generation, fault)
+            for generation in self._in_flight():
                 generation.news.set()
 
-    def _let_go(self) -> set[Generation]:
-        """Forget everything that was in the step."""
-        gone = {generation for generation, _ in self._running}
-        self._running, self._batch, self._apart = [], None, {}
-        return gone
+    def _in_flight(self) -> set[Generation]:
+        """Requests that have rows."""
+        return {generation for generation, _ in self._rows}
 
     @torch.no_grad()
     def _step(self) -> list[tuple[Generation, Exception | None]]:
@@ -278,30 +274,15 @@ class TransformersAREngine(Engine):
                     ended.append((generation, None))
             break
         self._drop_ended()
-        if self._running:
+        if self._rows:
             with engine_faults(f"stage {self.stage.stage_id!r}"):
                 ended += self._decode()
-            ended += [(g, None) for g in {g for g, _ in self._running} if g.finished]
+            ended += [(g, None) for g in self._in_flight() if g.finished]
         return ended
 
     def _drop_ended(self) -> None:
         """Take rows out that have ended or that nobody wants any more."""
-        stays = [(g, s) for g, s in self._running if s.finish_reason is None and not g.unwanted]
-        if len(stays) == len(self._running):
-            return
-        before, after = self._batched(), {s for _, s in stays}
-        kept = [i for i, (_, s) in enumerate(before) if s in after]
-        self._running = stays
-        if self._batch is not None and len(kept) < len(before):
-            if kept:
-                self._batch.keep(kept)
-            else:
-                self._batch = None
-        self._apart = {s: cache for s, cache in self._apart.items() if s in after}
-
-    def _batched(self) -> list[tuple[Generation, _Sequence]]:
-        """Those in flight that are rows of the batch, in their order there."""
-        return [(g, s) for g, s in self._running if s not in self._apart]
+        self._rows.keep(lambda row: row[1].finish_reason is None and not row[0].unwanted)
 
     def _prefill(self, generation: Generation) -> None:
         """The prompt and the first token of each answer."""
@@ -316,43 +297,31 @@ class TransformersAREngine(Engine):
             for sequence in generation.sequences:
                 self._take(generation, sequence, out, 0)
             generation.first_token = time.perf_counter() - generation.started
-            left = [s for s in generation.sequences if s.finish_reason is None]
-            if not left:
-                return
-            if generation.deterministic or not can_batch(cache):
-                for sequence in left:
-                    self._apart[sequence] = copy.deepcopy(cache)
-            else:
-                batch = BatchCache(cache, len(prompt.ids))
-                batch.repeat(len(left))
-                if self._batch is None:
-                    self._batch = batch
-                else:
-                    self._batch.join(batch)
-            self._running += [(generation, s) for s in left]
+            left = [(generation, s) for s in generation.sequences if s.finish_reason is None]
+            if left:
+                self._rows.add(left, cache, len(prompt.ids), apart=generation.deterministic)
 
     def _prompt_done(self, generation: Generation, out: Any) -> None:
         """``out`` is of the forward pass of the request's prompt."""
 
     def _decode(self) -> list[tuple[Generation, Exception]]:
         """One more token for every row; returns whose row failed by itself."""
-        batched = self._batched()
+        batched, batch = self._rows.batched, self._rows.batch
         outs: dict[_Sequence, tuple[Any, int]] = {
-            sequence: (self._forward_apart(generation, sequence), 0)
-            for generation, sequence in self._running
-            if sequence in self._apart
+            sequence: (self._forward_apart(generation, sequence, cache), 0)
+            for (generation, sequence), cache in self._rows.apart.items()
         }
-        if self._batch is not None:
+        if batch is not None:
             out = self._forward(
                 self._last([s for _, s in batched]),
-                self._batch.cache,
-                attention_mask=self._batch.attention_mask(self.device),
-                position_ids=self._positions(self._batch.lengths, [g for g, _ in batched]),
+                batch.cache,
+                attention_mask=batch.attention_mask(self.device),
+                position_ids=self._positions(batch.lengths, [g for g, _ in batched]),
             )
-            self._batch.stepped()
+            batch.stepped()
             outs |= {sequence: (out, row) for row, (_, sequence) in enumerate(batched)}
         failed: list[tuple[Generation, Exception]] = []
-        for generation, sequence in self._running:
+        for generation, sequence in self._rows:
             out, row = outs[sequence]
             try:
                 self._take(generation, sequence, out, row)
@@ -361,8 +330,8 @@ class TransformersAREngine(Engine):
                 failed.append((generation, exc))
         return failed
 
-    def _forward_apart(self, generation: Generation, sequence: _Sequence) -> Any:
-        cache, more = self._apart[sequence], {}
+    def _forward_apart(self, generation: Generation, sequence: _Sequence, cache: Any) -> Any:
+        more = {}
         if generation.prompt.more:  # else the model counts by itself, as far as it has positions
             length = len(generation.prompt.ids) + len(sequence.tokens) - 1
             more["position_ids"] = self._positions([length], [generation])
@@ -460,17 +429,6 @@ def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     configured = getattr(model.generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
     return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
-
-
-def _end(generation: Generation, fault: Exception | None) -> None:
-    """Wake whoever waits for the request; on the loop."""
-    generation.news.set()
-    if generation.done.done():
-        return
-    if fault is None:
-        generation.done.set_result(None)
-    else:
-        generation.done.set_exception(fault)
 
 
 def _tell(generation: Generation, sequence: _Sequence, piece: str) -> None:

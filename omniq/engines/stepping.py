@@ -14,8 +14,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from omniq.engines.base import Engine
-from omniq.engines.batch_cache import BatchCache, can_batch
 from omniq.engines.faults import engine_faults
+from omniq.engines.rows import Rows, settle
 from omniq.engines.sampling import Sampler
 from omniq.errors import OmniqError
 
@@ -25,7 +25,7 @@ class Generation:
     """One request in progress.
 
     The model thread sets ``finished``, or ``fault`` for what is wrong with this request alone.
-    ``stepped`` is set on the loop after each step.
+    ``news`` is set on the loop after each step.
     """
 
     done: asyncio.Future[None] = field(init=False)
@@ -33,7 +33,7 @@ class Generation:
     finished: bool = False
     fault: Exception | None = None
     unwanted: bool = False
-    stepped: asyncio.Event = field(default_factory=asyncio.Event)
+    news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def over(self) -> bool:
@@ -90,9 +90,7 @@ class StepLoop(Generic[G]):
     def __init__(self, engine: Engine, model: StepModel[G]) -> None:
         self._engine, self._model = engine, model
         self._waiting: list[G] = []
-        self._rows: list[G] = []
-        self._batch: BatchCache | None = None
-        self._apart: dict[G, Any] = {}
+        self._rows: Rows[G] = Rows()
         self._new: list[G] = []
         self._steps: asyncio.Task[None] | None = None
 
@@ -117,25 +115,22 @@ class StepLoop(Generic[G]):
             await asyncio.wait({self._steps})
 
     async def _step_on(self) -> None:
-        while self._waiting or self._rows or self._apart:
-            flying = [*self._rows, *self._apart]
+        while self._waiting or self._rows:
+            flying = list(self._rows)
             try:
                 with engine_faults(f"stage {self._engine.stage.stage_id!r}"):
                     await self._engine.in_thread(self._step)
             except Exception as exc:  # each request raises it where it is waited for
-                self._rows, self._batch, self._apart = [], None, {}
+                self._rows.clear()
                 for generation in (*flying, *self._new):
                     if not generation.over:
                         generation.fault = exc
             flying += self._new
             for generation in flying:
-                generation.stepped.set()
-                if generation.done.done():
-                    continue
-                if generation.fault is not None:
-                    generation.done.set_exception(generation.fault)
-                elif generation.finished:
-                    generation.done.set_result(None)
+                if generation.fault is not None or generation.finished:
+                    settle(generation, generation.fault)
+                else:
+                    generation.news.set()
 
     @torch.no_grad()
     def _step(self) -> None:
@@ -147,13 +142,13 @@ class StepLoop(Generic[G]):
             if not generation.unwanted:
                 self._new.append(generation)
                 self._begin(generation)
-        for generation, cache in self._apart.items():
+        for generation, cache in self._rows.apart.items():
             self._pass([generation], Past(cache))
-        if self._batch is not None:
+        if (batch := self._rows.batch) is not None:
             device = self._engine.device
-            mask, positions = self._batch.attention_mask(device), self._batch.positions(device)
-            self._pass(self._rows, Past(self._batch.cache, mask, positions))
-            self._batch.stepped()
+            mask, positions = batch.attention_mask(device), batch.positions(device)
+            self._pass(self._rows.batched, Past(batch.cache, mask, positions))
+            batch.stepped()
         self._drop_over()
 
     def _pass(self, generations: Sequence[G], past: Past) -> None:
@@ -174,26 +169,9 @@ class StepLoop(Generic[G]):
         except Exception as exc:
             generation.fault = exc
             return
-        if generation.over:
-            return
-        if generation.deterministic or not can_batch(cache):
-            self._apart[generation] = cache
-            return
-        joined = BatchCache(cache, length)
-        if self._batch is None:
-            self._batch = joined
-        else:
-            self._batch.join(joined)
-        self._rows.append(generation)
+        if not generation.over:
+            self._rows.add([generation], cache, length, apart=generation.deterministic)
 
     def _drop_over(self) -> None:
         """Take out rows that have ended or that nobody wants any more."""
-        self._apart = {g: cache for g, cache in self._apart.items() if not g.over}
-        kept = [i for i, generation in enumerate(self._rows) if not generation.over]
-        if len(kept) == len(self._rows):
-            return
-        self._rows = [self._rows[i] for i in kept]
-        if not kept:
-            self._batch = None
-        elif self._batch is not None:
-            self._batch.keep(kept)
+        self._rows.keep(lambda generation: not generation.over)

@@ -71,7 +71,7 @@ async def test_a_cancelled_request_leaves_the_others_as_they_are(engine: Any) ->
         await asyncio.sleep(0)
     gone.cancel()
     assert (await other).values["text"] == alone.values["text"]
-    assert not engine._running or all(g.unwanted or g.finished for g, _ in engine._running)
+    assert not engine._rows or all(g.unwanted or g.finished for g, _ in engine._rows)
 
 
 async def test_a_request_that_fails_leaves_the_others_as_they_are(engine: Any) -> None:

@@ -10,12 +10,12 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
 
 from omniq.engines.base import Emit, Engine, NullEmit, StageInput, StageOutput, StageRequest
-from omniq.engines.batch_cache import BatchCache, can_batch
 from omniq.engines.faults import engine_faults
 from omniq.engines.inputs import refuse_input
 from omniq.engines.loading import (
@@ -29,6 +29,7 @@ from omniq.engines.omni import reply
 from omniq.engines.omni.families import family_of
 from omniq.engines.omni.reply import ReplyPart, ThinkerPrompt, parts_of
 from omniq.engines.omni.speakers import Speakers
+from omniq.engines.rows import Rows, hand_on, settle
 from omniq.engines.sampling import Sampler, Sampling
 from omniq.errors import OmniqError
 
@@ -197,9 +198,7 @@ class TalkerEngine(Engine):
             ConfigError: folder or engine arguments are wrong.
         """
         self._waiting: list[Speech] = []
-        self._running: list[Speech] = []
-        self._batch: BatchCache | None = None
-        self._apart: dict[Speech, Any] = {}
+        self._rows: Rows[Speech] = Rows()
         self._steps: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         await self.in_thread(self._load)
@@ -243,7 +242,8 @@ class TalkerEngine(Engine):
         if self._steps is None or self._steps.done():
             self._steps = asyncio.create_task(self._step_on())
         try:
-            await self._follow(speech)
+            send = partial(self._send, speech)
+            await hand_on(speech, lambda: len(speech.frames), self._every, send)
         finally:
             speech.unwanted = True
             self._wake.set()
@@ -291,27 +291,15 @@ class TalkerEngine(Engine):
                 self._wake.set()
             speech.ended = True
         except Exception as exc:  # raised where the request is waited for
-            _end(speech, exc)
+            settle(speech, exc)
         self._wake.set()
-
-    async def _follow(self, speech: Speech) -> None:
-        sent = 0
-        while not speech.done.done():
-            await speech.news.wait()
-            speech.news.clear()
-            count = len(speech.frames)
-            if count - sent >= self._every and not speech.done.done():
-                await self._send(speech, sent, count)
-                sent = count
-        await speech.done
-        await self._send(speech, sent, len(speech.frames), last=True)
 
     def _frames(self, speech: Speech, start: int, stop: int) -> torch.Tensor:
         frames = torch.tensor(speech.frames[start:stop], dtype=torch.int64)
         groups = self._talker.groups
         return frames.reshape(-1, groups) if groups > 1 else frames.reshape(-1)
 
-    async def _send(self, speech: Speech, start: int, stop: int, *, last: bool = False) -> None:
+    async def _send(self, speech: Speech, start: int, stop: int, last: bool) -> None:
         speech.emit.progress(stop, speech.budget)
         codes = self._frames(speech, start, stop)
         await speech.emit.achunk("codes", tensors={"codes": codes}, last=last)
@@ -320,22 +308,22 @@ class TalkerEngine(Engine):
 
     async def _step_on(self) -> None:
         """Step while anything is in flight; a step that fails ends every request it was for."""
-        while self._waiting or self._running:
+        while self._waiting or self._rows:
             self._wake.clear()
-            flying = [*self._waiting, *self._running]
+            flying = [*self._waiting, *self._rows]
             if not any(s.unwanted or s.has_news for s in flying):
                 await self._wake.wait()
                 continue
             try:
                 ended = await self.in_thread(self._step)
             except Exception as exc:  # each request raises it where it is waited for
-                for speech in self._running:
-                    _end(speech, exc)
-                self._running, self._batch, self._apart = [], None, {}
+                for speech in self._rows:
+                    settle(speech, exc)
+                self._rows.clear()
                 continue
             for speech, fault in ended:
-                _end(speech, fault)
-            for speech in self._running:
+                settle(speech, fault)
+            for speech in self._rows:
                 speech.news.set()
 
     @torch.no_grad()
@@ -343,7 +331,7 @@ class TalkerEngine(Engine):
         """One new request, then a code for all; returns who has ended, and how."""
         ended: list[tuple[Speech, Exception | None]] = []
         self._drop_ended()
-        for speech in [*self._waiting, *self._running]:
+        for speech in [*self._waiting, *self._rows]:
             try:
                 with engine_faults(f"stage {self.stage.stage_id!r}"):
                     speech.receive()
@@ -367,25 +355,11 @@ class TalkerEngine(Engine):
         self._drop_ended()
         with engine_faults(f"stage {self.stage.stage_id!r}"):
             ended += self._decode()
-        return ended + [(s, None) for s in self._running if s.finish_reason is not None]
+        return ended + [(s, None) for s in self._rows if s.finish_reason is not None]
 
     def _drop_ended(self) -> None:
         """Take rows out that have ended or that nobody wants any more."""
-        stays = [s for s in self._running if s.finish_reason is None and not s.unwanted]
-        if len(stays) == len(self._running):
-            return
-        before = self._batched()
-        kept = [i for i, s in enumerate(before) if s in stays]
-        self._running = stays
-        if self._batch is not None and len(kept) < len(before):
-            if kept:
-                self._batch.keep(kept)
-            else:
-                self._batch = None
-        self._apart = {s: cache for s, cache in self._apart.items() if s in stays}
-
-    def _batched(self) -> list[Speech]:
-        return [s for s in self._running if s not in self._apart]
+        self._rows.keep(lambda s: s.finish_reason is None and not s.unwanted)
 
     def _prefill(self, speech: Speech) -> None:
         """The thinker's prompt and the first code."""
@@ -408,38 +382,32 @@ class TalkerEngine(Engine):
             speech.first_code = time.perf_counter() - speech.started
             if speech.finish_reason is not None:
                 return
-            if speech.deterministic or not can_batch(cache):
-                self._apart[speech] = cache
-            elif self._batch is None:
-                self._batch = BatchCache(cache, length)
-            else:
-                self._batch.join(BatchCache(cache, length))
-            self._running.append(speech)
+            self._rows.add([speech], cache, length, apart=speech.deterministic)
 
     def _decode(self) -> list[tuple[Speech, Exception]]:
         """One more code for each whose next row is there; returns who failed by itself."""
         failed: list[tuple[Speech, Exception]] = []
-        for speech, cache in self._apart.items():
+        for speech, cache in self._rows.apart.items():
             if speech.has_row:
                 embeds = self._next([speech])
                 place = torch.tensor([cache.get_seq_length() + speech.shift])
                 self._pick(speech, self._forward(embeds[None], _along(place), cache), 0, failed)
-        batched = self._batched()
+        batched, batch = self._rows.batched, self._rows.batch
         ready = {i for i, s in enumerate(batched) if s.has_row}
-        if self._batch is None or not ready:
+        if batch is None or not ready:
             return failed
         made = self._next([s for i, s in enumerate(batched) if i in ready])
         # Who waits for its row gets nothing: what that gives is a hole in the cache.
         embeds = made.new_zeros(len(batched), made.shape[1])
         embeds[sorted(ready)] = made
-        places = [n + s.shift for n, s in zip(self._batch.lengths, batched, strict=True)]
+        places = [n + s.shift for n, s in zip(batch.lengths, batched, strict=True)]
         states = self._forward(
             embeds[:, None],
             _along(torch.tensor(places)),
-            self._batch.cache,
-            attention_mask=self._batch.attention_mask(self.device),
+            batch.cache,
+            attention_mask=batch.attention_mask(self.device),
         )
-        self._batch.stepped(ready)
+        batch.stepped(ready)
         for i in sorted(ready):
             self._pick(batched[i], states, i, failed)
         return failed
@@ -501,14 +469,3 @@ class TalkerEngine(Engine):
 def _along(places: torch.Tensor) -> torch.Tensor:
     """Positions [rows] the same along time, height and width: [3, rows, 1]."""
     return places[None, :, None].expand(3, -1, -1)
-
-
-def _end(speech: Speech, fault: Exception | None) -> None:
-    """Wake whoever waits for the request; on the loop."""
-    speech.news.set()
-    if speech.done.done():
-        return
-    if fault is None:
-        speech.done.set_result(None)
-    else:
-        speech.done.set_exception(fault)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from omniq.engines.omni import reply
 from omniq.engines.omni.families import family_of
 from omniq.engines.omni.prompts import MediaPrompts
 from omniq.engines.omni.weights import load_part
+from omniq.engines.rows import hand_on
 from omniq.errors import ConfigError
 
 
@@ -109,22 +111,14 @@ class ThinkerEngine(TransformersAREngine):
 
     async def _follow(self, generation: Generation) -> None:
         """Hand on what is said, up to the end."""
-        sent = 0
-        while self._want_hidden and not generation.done.done():
-            await generation.news.wait()
-            generation.news.clear()
-            # Tokens come from the model thread: states are there before them.
-            count = len(generation.sequences[0].tokens)
-            if count - sent >= self._every and not generation.done.done():
-                await self._send(generation, sent, count)
-                sent = count
-        await generation.done
-        if self._want_hidden:
-            await self._send(generation, sent, len(generation.sequences[0].tokens), last=True)
+        if not self._want_hidden:
+            await generation.done
+            return
+        # Tokens come from the model thread: states are there before them.
+        tokens, send = generation.sequences[0].tokens, partial(self._send, generation)
+        await hand_on(generation, lambda: len(tokens), self._every, send)
 
-    async def _send(
-        self, generation: Generation, start: int, stop: int, *, last: bool = False
-    ) -> None:
+    async def _send(self, generation: Generation, start: int, stop: int, last: bool) -> None:
         tensors = self._reply(generation, start, stop)
         await generation.emit.achunk(reply.NAME, tensors=tensors, last=last)
 
