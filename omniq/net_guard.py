@@ -2,15 +2,11 @@
 to reach what only this machine can reach (server-side request forgery).
 
 A name is resolved here, every address it has is checked, and the caller connects to the address
-that was checked: a second look at the name could bring another one (DNS rebinding). With httpx::
+that was checked, as :func:`omniq.guarded_http.exchange` does: a second look at the name could bring
+another one (DNS rebinding)::
 
     target = await checked_url(url, allow=["*"])
-    client = httpx.AsyncClient(trust_env=False, follow_redirects=False)
-    await client.post(
-        target.pinned_url,
-        headers={"host": target.host_header},
-        extensions={"sni_hostname": target.host},
-    )
+    async with exchange("POST", target, headers={}, content=b"...") as answer: ...
 
 A redirect is another URL: it is checked by a call of its own, or not followed.
 """

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 import httpx
 
 from omniq.errors import BrokerUnavailable, InvalidRequest, JobNotFound
+from omniq.guarded_http import exchange
 from omniq.jobs.model import JobRecord
 from omniq.jobs.store import JobStore
 from omniq.jobs.webhooks import PAUSES, Due, Schedule, Webhook, message, signed
@@ -121,23 +122,12 @@ async def _post(record: JobRecord, hook: Webhook) -> str | None:
     finished = datetime.fromtimestamp(ended, UTC).isoformat()
     body = message(record.state.value, finished, job_view(record, "").model_dump(mode="json"))
     headers = {
-        "host": target.host_header,
         "content-type": "application/json",
-        "user-agent": "omniq",
         # Of this end: a job that is tried again ends again, which is another message.
         **signed(f"{record.id}.{ended * 1e6:.0f}", int(time.time()), body, hook.secret),
     }
-    timeout = httpx.Timeout(settings.webhook_timeout)
-    async with (
-        httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=timeout) as client,
-        client.stream(
-            "POST",
-            target.pinned_url,
-            content=body,
-            headers=headers,
-            extensions={"sni_hostname": target.host},
-        ) as answer,
-    ):
+    limit = settings.webhook_timeout
+    async with exchange("POST", target, headers=headers, content=body, timeout=limit) as answer:
         # The body is left unread: nothing in it matters.
         if answer.is_success:
             return None

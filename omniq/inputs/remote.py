@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin
-
-import httpx
 
 from omniq.inputs.faults import invalid, too_large
 from omniq.net_guard import checked_url
 from omniq.settings import get_settings
+
+if TYPE_CHECKING:
+    import httpx
 
 MOST_REDIRECTS = 3
 #: Of one conversation.
@@ -38,6 +39,8 @@ async def fetch_remote(url: str, field: str) -> bytes:
             file.
         InputTooLarge: it has more bytes than an input may have.
     """
+    import httpx  # noqa: PLC0415 - few systems fetch anything
+
     settings = get_settings()
     try:
         async with asyncio.timeout(settings.remote_timeout):
@@ -114,33 +117,23 @@ def _with_url(part: dict[str, Any], data: bytes) -> dict[str, Any]:
 
 
 async def _followed(url: str, field: str) -> bytes:
+    from omniq.guarded_http import exchange  # noqa: PLC0415 - imports httpx
+
     schemes: tuple[str, ...] = ("https", "http")
-    async with httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=None) as client:
-        for _ in range(MOST_REDIRECTS + 1):
-            target = await checked_url(
-                url, allow=get_settings().remote_media, schemes=schemes, field=field
-            )
-            if target.scheme == "https":
-                schemes = ("https",)
-            async with client.stream(
-                "GET",
-                target.pinned_url,
-                headers={
-                    "host": target.host_header,
-                    # A compressed body could be larger than its bytes tell.
-                    "accept-encoding": "identity",
-                    "user-agent": "omniq",
-                },
-                extensions={"sni_hostname": target.host},
-            ) as response:
-                if response.status_code in REDIRECTS and "location" in response.headers:
-                    try:
-                        url = urljoin(url, response.headers["location"])
-                    except ValueError as exc:  # such as brackets that hold no address
-                        raise invalid(field, "its host redirects to what is no URL") from exc
-                    client.cookies.clear()
-                    continue
+    for _ in range(MOST_REDIRECTS + 1):
+        target = await checked_url(
+            url, allow=get_settings().remote_media, schemes=schemes, field=field
+        )
+        if target.scheme == "https":
+            schemes = ("https",)
+        # A compressed body could be larger than its bytes tell.
+        async with exchange("GET", target, headers={"accept-encoding": "identity"}) as response:
+            if response.status_code not in REDIRECTS or "location" not in response.headers:
                 return await _read(response, field)
+            try:
+                url = urljoin(url, response.headers["location"])
+            except ValueError as exc:  # such as brackets that hold no address
+                raise invalid(field, "its host redirects to what is no URL") from exc
     raise invalid(field, f"the URL redirects more than {MOST_REDIRECTS} times")
 
 

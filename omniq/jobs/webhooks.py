@@ -25,7 +25,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from omniq.jobs.scripts import JobScripts
-from omniq.net_guard import checked_url
+from omniq.net_guard import MAX_URL, checked_url
 from omniq.redis_client import Client
 from omniq.settings import get_settings
 
@@ -42,7 +42,7 @@ class Webhook(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    url: str = Field(max_length=2048, description="Takes a POST; any status 2xx is an answer.")
+    url: str = Field(max_length=MAX_URL, description="Takes a POST; any status 2xx is an answer.")
     secret: str | None = Field(
         None, description="`whsec_` and 24 to 64 bytes in base64; then messages are signed."
     )
