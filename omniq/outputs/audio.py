@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from omniq.config import OutputConfig
-from omniq.errors import ConfigError
 from omniq.outputs.base import (
     EncodedArtifact,
     OutputContext,
     OutputError,
     OutputHandler,
     ProcessedOutput,
+    check_pyav,
     only_tensor,
     several,
 )
@@ -94,11 +93,8 @@ class AudioHandler(OutputHandler):
             ConfigError: it cannot, or there is no such format.
         """
         form = super().format_of(name, config)
-        if form != "wav" and find_spec("av") is None:
-            raise ConfigError(
-                f"output {name!r}: format {form!r} needs PyAV, which is not installed",
-                hint="pip install 'omniq[media]', or set format: wav",
-            )
+        if form != "wav":
+            check_pyav(name, form, plain="wav")
         return form
 
 

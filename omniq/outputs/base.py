@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from omniq.config import OutputConfig
@@ -173,6 +174,22 @@ def only_tensor(name: str, data: Any) -> torch.Tensor:
         return data
     has = f"{sorted(data)}" if isinstance(data, Mapping) else type(data).__name__
     raise OutputError(f"output {name!r}: needs one tensor, got {has}")
+
+
+def check_pyav(name: str, form: str, plain: str) -> None:
+    """Whether this process can write an output in a format that FFmpeg encodes.
+
+    Args:
+        plain: the format that needs nothing.
+
+    Raises:
+        ConfigError: PyAV is not installed.
+    """
+    if find_spec("av") is None:
+        raise ConfigError(
+            f"output {name!r}: format {form!r} needs PyAV, which is not installed",
+            hint=f"pip install 'omniq[media]', or set format: {plain}",
+        )
 
 
 def rgb_items(name: str, data: Any, kind: str, axes: str) -> Iterable[Any]:

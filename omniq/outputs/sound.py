@@ -39,7 +39,12 @@ def pcm16(samples: Samples) -> bytes:
     Raises:
         ValueError: as :func:`to_int16`.
     """
-    return to_int16(samples).T.astype("<i2").tobytes()
+    return interleaved(to_int16(samples))
+
+
+def interleaved(samples: Integers) -> bytes:
+    """int16 [samples] or [channels, samples] as little-endian bytes, channels interleaved."""
+    return samples.T.astype("<i2").tobytes()
 
 
 def pcm16_message(samples: Samples, sample_rate: int) -> dict[str, Any]:
@@ -90,7 +95,7 @@ def wav_file(samples: Integers, sample_rate: int, info: dict[str, str]) -> bytes
         info: texts of a ``LIST INFO`` chunk by RIFF name (``ICMT``, ``ISFT``), UTF-8.
     """
     channels = 1 if samples.ndim == 1 else samples.shape[0]
-    data = samples.T.astype("<i2").tobytes()
+    data = interleaved(samples)
     behind = _info_chunk(info)
     return wav_header(sample_rate, channels, len(data), len(behind)) + data + behind
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from omniq.outputs.base import OutputContext
 from omniq.outputs.image import SOFTWARE, comment_of
-from omniq.outputs.sound import Integers, wav_file, wav_header
+from omniq.outputs.sound import Integers, interleaved, wav_file, wav_header
 
 #: Container and encoder of FFmpeg, and bits a second of a channel where the format loses any.
 ENCODERS: dict[str, tuple[str, str, int | None]] = {
@@ -69,7 +69,7 @@ class SoundStream:
     def feed(self, samples: Integers) -> bytes:
         """What is ready of the file after these int16 [channels, samples]; may be nothing."""
         if self._encoder is None:
-            self._sink.write(np.atleast_2d(samples).T.astype("<i2").tobytes())
+            self._sink.write(interleaved(samples))
         else:
             self._encoder.feed(np.atleast_2d(samples))
         return self._sink.take()

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import io
 from fractions import Fraction
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from omniq.config import OutputConfig
-from omniq.errors import ConfigError
 from omniq.outputs.base import (
     EncodedArtifact,
     OutputContext,
     OutputHandler,
     ProcessedOutput,
+    check_pyav,
     rgb_items,
     several,
 )
@@ -65,11 +64,8 @@ class VideoHandler(OutputHandler):
             ConfigError: it cannot, or there is no such format.
         """
         form = super().format_of(name, config)
-        if form == "mp4" and find_spec("av") is None:
-            raise ConfigError(
-                f"output {name!r}: format 'mp4' needs PyAV, which is not installed",
-                hint="pip install 'omniq[media]', or set format: webp",
-            )
+        if form == "mp4":
+            check_pyav(name, form, plain="webp")
         return form
 
 

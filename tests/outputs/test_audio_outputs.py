@@ -200,7 +200,7 @@ def test_rate_belongs_to_sound() -> None:
 
 def test_formats_but_wav_name_the_extra_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
-    monkeypatch.setattr("omniq.outputs.audio.find_spec", lambda name: None)
+    monkeypatch.setattr("omniq.outputs.base.find_spec", lambda name: None)
     processor = MultimodalOutputProcessor()
     processor.check("speech", config("wav"))
     assert process({"audio": waveform()}).artifact is not None

@@ -258,7 +258,7 @@ def test_what_is_no_video_is_refused() -> None:
 
 def test_mp4_without_pyav_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
-    monkeypatch.setattr("omniq.outputs.video.find_spec", lambda name: None)
+    monkeypatch.setattr("omniq.outputs.base.find_spec", lambda name: None)
     config = OutputConfig.model_validate({"from": "s.out", "type": "video"})
     with pytest.raises(ConfigError, match="needs PyAV") as caught:
         MultimodalOutputProcessor().check("clip", config)

@@ -65,7 +65,9 @@ def head(record: JobRecord) -> dict[str, Any]:
 
 def delta(record: JobRecord, piece: SoundPiece) -> dict[str, Any]:
     """A piece as the ``audio`` of a chunk's delta: base64 of 16-bit PCM."""
-    data = base64.b64encode(piece.samples.T.astype("<i2").tobytes()).decode()
+    from omniq.outputs.sound import interleaved  # noqa: PLC0415 - few requests need it
+
+    data = base64.b64encode(interleaved(piece.samples)).decode()
     return {"id": head(record)["id"], "data": data}
 
 
@@ -89,9 +91,10 @@ async def message(
 def _as(record: JobRecord, file: bytes, has: str, form: str) -> bytes:
     """A file's sound in another format."""
     from omniq.outputs.base import OutputContext  # noqa: PLC0415 - few requests need it
+    from omniq.outputs.sound import interleaved  # noqa: PLC0415 - as above
     from omniq.outputs.sound_files import encoded, integers_of  # noqa: PLC0415 - imports PIL
 
     samples, rate = integers_of(file, has)
     if form == PCM:
-        return samples.T.astype("<i2").tobytes()
+        return interleaved(samples)
     return encoded(samples, rate, form, OutputContext.of_job(record.spec))

@@ -13,16 +13,13 @@ from typing import Any
 import numpy as np
 
 from omniq.config.served import ServedModel
-from omniq.jobs.model import JobEvent, JobRecord, JobState
-from omniq.settings import get_settings
-from omniq_api.openai_compat import answers
+from omniq.jobs.model import JobEvent, JobRecord
 from omniq_api.openai_compat.faults import SERVER, OpenAIError
+from omniq_api.openai_compat.following import followed
 from omniq_api.openai_compat.mapping import Submission
 from omniq_api.services import Services
 
 Integers = np.ndarray[Any, np.dtype[np.int16]]
-#: Seconds between two looks at whether the server stops, where no keep-alive is wanted.
-PATIENCE = 15.0
 #: Formats of files that hold the very samples that the chunks had.
 EXACT = ("wav", "flac")
 
@@ -82,26 +79,17 @@ class SpokenJob:
             OpenAIError: the job failed or made no sound, or this server stops.
             BrokerUnavailable: the broker went away.
         """
-        keep_alive = get_settings().openai_keep_alive
-        events = self.services.store.events(self.record.id, block=keep_alive or PATIENCE)
-        async with aclosing(events):
-            async for event in events:
+        async with aclosing(followed(self.services, self.record, self.submission)) as found:
+            async for event in found:
                 if event is None:
-                    if keep_alive:
-                        yield None
-                    continue
-                if event.final:
-                    break
-                if (piece := self._of_event(event)) is not None:
-                    yield piece
-            else:
-                raise OpenAIError(503, "this server stops; ask again", kind=SERVER)
-        record = await self.services.store.get(self.record.id)
-        if record.state is not JobState.SUCCEEDED:
-            raise answers.failure(record, self.submission)
-        if (piece := await self._rest(record)) is not None:
-            yield piece
-        yield SoundEnded(record)
+                    yield None
+                elif isinstance(event, JobEvent):
+                    if (piece := self._of_event(event)) is not None:
+                        yield piece
+                else:
+                    if (piece := await self._rest(event)) is not None:
+                        yield piece
+                    yield SoundEnded(event)
 
     def comment(self) -> str:
         """What the file says about how it was made."""
@@ -155,16 +143,19 @@ class SpokenJob:
             message = "parts of the sound were lost on their way; ask again"
             raise OpenAIError(500, message, kind=SERVER)
         data, _ = await self.services.store.read_artifact(record, info.name)
-        samples, rate = await asyncio.to_thread(_decoded, data, meta["format"])
+        whole, channels, rate = await asyncio.to_thread(_decoded, data, meta["format"])
         self._said = 0
-        new = self._new(samples.T.astype("<i2").tobytes())
-        return _piece(new, len(samples), rate) if new else None
+        new = self._new(whole)
+        return _piece(new, channels, rate) if new else None
 
 
-def _decoded(data: bytes, form: str) -> tuple[Integers, int]:
+def _decoded(data: bytes, form: str) -> tuple[bytes, int, int]:
+    """A file's 16-bit samples with channels interleaved, how many these are, and the rate."""
+    from omniq.outputs.sound import interleaved  # noqa: PLC0415 - few requests need it
     from omniq.outputs.sound_files import integers_of  # noqa: PLC0415 - imports PIL
 
-    return integers_of(data, form)
+    samples, rate = integers_of(data, form)
+    return interleaved(samples), len(samples), rate
 
 
 def _piece(data: bytes, channels: int, sample_rate: int) -> SoundPiece:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omniq.config.served import ServedModel
-from omniq.jobs.model import JobEvent, JobRecord, JobState
+from omniq.jobs.model import JobEvent, JobRecord
 from omniq.settings import get_settings
 from omniq_api.openai_compat import answers, chat_audio
 from omniq_api.openai_compat.faults import SERVER, OpenAIError
+from omniq_api.openai_compat.following import followed
 from omniq_api.openai_compat.mapping import Submission
-from omniq_api.openai_compat.sound_stream import PATIENCE, SoundEnded, SoundPiece, SpokenJob
+from omniq_api.openai_compat.sound_stream import SoundEnded, SoundPiece, SpokenJob
 from omniq_api.services import Services
 
 #: Outputs of a stage that grow by text, and the field of a chat's delta each one is.
@@ -100,26 +101,17 @@ class JobStream:
             OpenAIError: the job failed, or this server stops.
             BrokerUnavailable: the broker went away.
         """
-        keep_alive = get_settings().openai_keep_alive
-        events = self.services.store.events(self.record.id, block=keep_alive or PATIENCE)
-        async with aclosing(events):
-            async for event in events:
+        async with aclosing(followed(self.services, self.record, self.submission)) as found:
+            async for event in found:
                 if event is None:
-                    if keep_alive:
-                        yield None
-                    continue
-                if event.final:
-                    break
-                for piece in self._of_event(event):
-                    yield piece
-            else:
-                raise OpenAIError(503, "this server stops; ask again", kind=SERVER)
-        record = await self.services.store.get(self.record.id)
-        if record.state is not JobState.SUCCEEDED:
-            raise answers.failure(record, self.submission)
-        for piece in self._rest(record):
-            yield piece
-        yield Ended(record)
+                    yield None
+                elif isinstance(event, JobEvent):
+                    for piece in self._of_event(event):
+                        yield piece
+                else:
+                    for piece in self._rest(event):
+                        yield piece
+                    yield Ended(event)
 
     def _of_event(self, event: JobEvent) -> list[Piece]:
         if event.stage != self.model.stage:
