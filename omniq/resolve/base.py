@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -26,6 +26,11 @@ class BuildOptions:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     encoder: str = "diffusers"
     gpus: int = 0
+
+
+def as_flags(names: Iterable[str]) -> str:
+    """Arguments as they are written on the command line, for people."""
+    return ", ".join(f"--{name.replace('_', '-')}" for name in sorted(names))
 
 
 class ModelFamily(ABC):

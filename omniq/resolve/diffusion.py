@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from omniq.errors import ConfigError
-from omniq.resolve.base import BuildOptions, ModelFamily
+from omniq.resolve.base import BuildOptions, ModelFamily, as_flags
 from omniq.resolve.files import MODEL_INDEX, ModelFiles
 
 #: Longest side that is served unless an override says otherwise, in pixels.
@@ -164,10 +164,10 @@ class DiffusionFamily(ModelFamily):
         if options.encoder == "vllm":
             return {"engine": "vllm", "engine_args": dict(args)}
         if args:
-            named = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(args))
             more = "; with --encoder vllm they are its encoder's" if self.encodes_on_vllm else ""
             raise ConfigError(
-                f"{named}: {self.name} has no AR stage to take vLLM's engine arguments{more}",
+                f"{as_flags(args)}: {self.name} has no AR stage to take vLLM's engine "
+                f"arguments{more}",
                 hint="--stage-overrides gives each stage its own",
             )
         return {"engine": "diffusers"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -42,17 +42,10 @@ class LanguageModel(ModelFamily):
         engine = options.engine
         if engine == "auto":
             engine = "vllm" if vllm_installed() else "transformers"
-        inputs = {name: _input(kind) for name, kind in TEXTS.items()}
         return {
             "description": f"{files.given}, served by itself.",
-            "inputs": inputs,
             "stages": [_stage(files, options, engine, output="text")],
-            "edges": _edges(inputs),
-            "outputs": {
-                "text": {"from": "ar.text", "type": "text"},
-                "finish_reason": {"from": "ar.finish_reason", "type": "text"},
-                "choices": {"from": "ar.choices", "type": "json"},
-            },
+            **conversation("ar"),
         }
 
 
@@ -89,12 +82,11 @@ class EmbeddingModel(ModelFamily):
                 hint="the extra omniq[vllm] brings it",
             )
         args = {**options.engine_args, "runner": "pooling"}
-        inputs = {n: _input(kind) for n, kind in TEXTS.items() if n != "messages"}
+        names = [name for name in TEXTS if name != "messages"]
         return {
             "description": f"{files.given}, served by itself.",
-            "inputs": inputs,
             "stages": [_stage(files, replace(options, engine_args=args), "vllm", output="pooling")],
-            "edges": _edges(inputs),
+            **_inputs(names, "ar"),
             "outputs": {"embedding": {"from": "ar.pooling", "type": "pooling"}},
         }
 
@@ -115,9 +107,23 @@ def _stage(files: ModelFiles, options: BuildOptions, engine: str, output: str) -
     }
 
 
-def _input(kind: str) -> dict[str, Any]:
-    return {"type": kind, "required": False, "max_length": MAX_INPUT}
+def conversation(stage: str) -> dict[str, Any]:
+    """Inputs, edges and outputs of a pipeline whose AR stage answers what it is told."""
+    return {
+        **_inputs(TEXTS, stage),
+        "outputs": {
+            "text": {"from": f"{stage}.text", "type": "text"},
+            "finish_reason": {"from": f"{stage}.finish_reason", "type": "text"},
+            "choices": {"from": f"{stage}.choices", "type": "json"},
+        },
+    }
 
 
-def _edges(inputs: Mapping[str, Any]) -> list[dict[str, str]]:
-    return [{"from": f"input.{name}", "to": f"ar.{name}"} for name in inputs]
+def _inputs(names: Iterable[str], stage: str) -> dict[str, Any]:
+    return {
+        "inputs": {
+            name: {"type": TEXTS[name], "required": False, "max_length": MAX_INPUT}
+            for name in names
+        },
+        "edges": [{"from": f"input.{name}", "to": f"{stage}.{name}"} for name in names],
+    }

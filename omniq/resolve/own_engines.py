@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from omniq.errors import ConfigError
-from omniq.resolve.base import BuildOptions
+from omniq.resolve.base import BuildOptions, as_flags
 from omniq.resolve.files import ModelFiles
 
 
@@ -34,18 +34,26 @@ def own_options(
             f"--engine {options.engine}: the AR stage of {name} runs on an engine of its own",
             hint="leave --engine out",
         )
+    refuse_encoder(options, name)
+    if args:
+        raise ConfigError(
+            f"{files.given}: {as_flags(args)}: {name} has no stage on vLLM to take its arguments",
+            hint="--stage-overrides gives each stage its own",
+        )
+    return taken
+
+
+def refuse_encoder(options: BuildOptions, name: str) -> None:
+    """Of a family without a text encoder that another engine could run.
+
+    Raises:
+        ConfigError: one is asked for.
+    """
     if options.encoder != "diffusers":
         raise ConfigError(
             f"--encoder {options.encoder}: {name} has no text encoder that runs there",
             hint="leave --encoder out",
         )
-    if args:
-        named = ", ".join(f"--{arg.replace('_', '-')}" for arg in sorted(args))
-        raise ConfigError(
-            f"{files.given}: {named}: {name} has no stage on vLLM to take its arguments",
-            hint="--stage-overrides gives each stage its own",
-        )
-    return taken
 
 
 def placed(

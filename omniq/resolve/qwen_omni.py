@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from omniq.errors import ConfigError
-from omniq.resolve.base import BuildOptions, ModelFamily
+from omniq.resolve.base import BuildOptions, ModelFamily, as_flags
 from omniq.resolve.files import CONFIG, ModelFiles
+from omniq.resolve.language_model import conversation
+from omniq.resolve.own_engines import placed, refuse_encoder
 
-MAX_INPUT = 1 << 31
 IN_FLIGHT = 16
 #: Arguments by vLLM's names that the thinker's engine has.
 THINKER_ARGS = frozenset(
@@ -58,28 +59,17 @@ class QwenOmni(ModelFamily):
                 f"--engine vllm: the thinker of {self.name} runs on transformers",
                 hint="leave --engine out",
             )
-        if options.encoder != "diffusers":
-            raise ConfigError(
-                f"--encoder {options.encoder}: {self.name} has no text encoder that runs there",
-                hint="leave --encoder out",
-            )
+        refuse_encoder(options, self.name)
         args = dict(options.engine_args)
         shared = {"model": files.model, "dtype": args.pop("dtype", "auto")}
         in_flight = args.pop("max_num_seqs", IN_FLIGHT)
         if unknown := sorted(set(args) - THINKER_ARGS):
-            named = ", ".join(f"--{name.replace('_', '-')}" for name in unknown)
             raise ConfigError(
-                f"{named}: the thinker of {self.name} runs on transformers, which has only "
-                f"{', '.join(sorted(THINKER_ARGS))}",
+                f"{as_flags(unknown)}: the thinker of {self.name} runs on transformers, which has "
+                f"only {', '.join(sorted(THINKER_ARGS))}",
                 hint="--stage-overrides gives each stage its own",
             )
-        devices = self.devices(options.gpus)
         speaks = bool((files.json(CONFIG) or {}).get("enable_audio_output", True))
-        inputs = {
-            "prompt": {"type": "text", "required": False, "max_length": MAX_INPUT},
-            "messages": {"type": "messages", "required": False, "max_length": MAX_INPUT},
-            "token_ids": {"type": "token_ids", "required": False, "max_length": MAX_INPUT},
-        }
         thinker = {
             **shared,
             "stage_id": "thinker",
@@ -90,29 +80,19 @@ class QwenOmni(ModelFamily):
             "engine_args": {"stream_tokens": THINKER_TOKENS, **args},
             "max_in_flight": in_flight,
             "defaults": THINKER,
-            **devices["thinker"],
         }
         mapping: dict[str, Any] = {
             "description": f"{files.given} ({self.name})",
-            "inputs": inputs,
             "stages": [thinker],
-            "edges": [{"from": f"input.{name}", "to": f"thinker.{name}"} for name in inputs],
-            "outputs": {
-                "text": {"from": "thinker.text", "type": "text"},
-                "finish_reason": {"from": "thinker.finish_reason", "type": "text"},
-                "choices": {"from": "thinker.choices", "type": "json"},
-            },
+            **conversation("thinker"),
         }
-        return self._spoken(mapping, shared, in_flight, devices) if speaks else mapping
+        if speaks:
+            self._speak(mapping, shared, in_flight)
+        mapping["stages"] = placed(mapping["stages"], options.gpus, self.plans)
+        return mapping
 
-    def _spoken(
-        self,
-        mapping: dict[str, Any],
-        shared: Mapping[str, Any],
-        in_flight: int,
-        devices: Mapping[str, Mapping[str, Any]],
-    ) -> dict[str, Any]:
-        """``mapping`` with the stages that speak."""
+    def _speak(self, mapping: dict[str, Any], shared: Mapping[str, Any], in_flight: int) -> None:
+        """Add the stages that speak."""
         vocoder = self.stages[-1]
         mapping["stages"] += [
             {
@@ -124,7 +104,6 @@ class QwenOmni(ModelFamily):
                 "max_in_flight": in_flight,
                 "shared_parameters": SPOKEN,
                 "defaults": {**TALKER, **self.talker},
-                **devices["talker"],
             },
             {
                 **shared,
@@ -133,7 +112,6 @@ class QwenOmni(ModelFamily):
                 "engine_type": "vocode",
                 "output_modalities": ["audio"],
                 "max_in_flight": in_flight,
-                **devices[vocoder],
             },
         ]
         window = {"trigger": "window", "window": 1, "window_limit": MOST_BEHIND}
@@ -143,16 +121,14 @@ class QwenOmni(ModelFamily):
         ]
         audio = {"from": f"{vocoder}.audio", "type": "audio", "sample_rate": SAMPLE_RATE}
         mapping["outputs"]["audio"] = audio
-        return mapping
 
-    def devices(self, gpus: int) -> dict[str, dict[str, Any]]:
-        """``devices`` by stage id. One GPU: all share it. Two: the thinker has its own. Three or
-        more: each has one.
-        """
-        if gpus < 2:
-            return {stage: {} for stage in self.stages}
-        places = ("0", "1", "1") if gpus == 2 else ("0", "1", "2")
-        return {s: {"devices": [d]} for s, d in zip(self.stages, places, strict=True)}
+    @property
+    def plans(self) -> dict[int, dict[str, str]]:
+        """With two GPUs the thinker has its own, with three each stage has one."""
+        return {
+            2: dict(zip(self.stages, ("0", "1", "1"), strict=True)),
+            3: dict(zip(self.stages, ("0", "1", "2"), strict=True)),
+        }
 
 
 class Qwen25Omni(QwenOmni):
