@@ -70,6 +70,8 @@ class Recorder(NullEmit):
     def __init__(self) -> None:
         self.steps: list[tuple[int, int]] = []
         self.pieces: list[str] = []
+        #: One tensor of each chunk.
+        self.chunks: list[torch.Tensor] = []
 
     def progress(self, step: int, total: int) -> None:
         self.steps.append((step, total))
@@ -77,3 +79,8 @@ class Recorder(NullEmit):
     def delta(self, output: str, value: Any) -> None:
         assert output == "text"
         self.pieces.append(value["text"])
+
+    async def achunk(
+        self, output: str, value: Any = None, tensors: Any = None, *, last: bool = False
+    ) -> None:
+        self.chunks.append(tensors[output])

@@ -66,7 +66,7 @@ def _clip(tokenizer: Any, *, projection: bool) -> Any:
     return (CLIPTextModelWithProjection if projection else CLIPTextModel)(config).eval()
 
 
-def _t5(tokenizer: Any, width: int = WIDTH, *, umt5: bool = False) -> Any:
+def tiny_t5(tokenizer: Any, width: int = WIDTH, *, umt5: bool = False) -> Any:
     from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
     config = (UMT5Config if umt5 else T5Config)(
@@ -109,7 +109,7 @@ def _flux() -> Any:
         vae=_autoencoder(),
         text_encoder=_clip(clip, projection=False),
         tokenizer=clip,
-        text_encoder_2=_t5(t5),
+        text_encoder_2=tiny_t5(t5),
         tokenizer_2=t5,
         transformer=transformer,
     )
@@ -140,7 +140,7 @@ def _sd3(channels: int = 4) -> Any:
         tokenizer=clip,
         text_encoder_2=_clip(clip_2, projection=True),
         tokenizer_2=clip_2,
-        text_encoder_3=_t5(t5, 2 * WIDTH),
+        text_encoder_3=tiny_t5(t5, 2 * WIDTH),
         tokenizer_3=t5,
     )
 
@@ -258,7 +258,7 @@ def _wan_parts() -> dict[str, Any]:
     )
     return {
         "tokenizer": tokenizer,
-        "text_encoder": _t5(tokenizer, umt5=True),
+        "text_encoder": tiny_t5(tokenizer, umt5=True),
         "vae": vae,
         "scheduler": _euler(shift=3.0),
     }

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_families import tiny_t5
 from tiny_models import make_tokenizer
 
 #: Tokens that the AR model's head knows: only those of pictures, so that none ends one early.
@@ -53,7 +54,7 @@ def whole_glm_image(folder: Path) -> Any:
 
 def _pipeline() -> Any:
     from diffusers import FlowMatchEulerDiscreteScheduler, GlmImagePipeline
-    from transformers import ByT5Tokenizer, GlmImageForConditionalGeneration, T5EncoderModel
+    from transformers import ByT5Tokenizer, GlmImageForConditionalGeneration
 
     processor = _processor()
     config = _ar_config(processor.tokenizer)
@@ -67,7 +68,7 @@ def _pipeline() -> Any:
     return GlmImagePipeline(
         tokenizer=glyphs,
         processor=processor,
-        text_encoder=T5EncoderModel(_t5_config(glyphs)).eval(),
+        text_encoder=tiny_t5(glyphs, WIDTH),
         vision_language_encoder=ar,
         vae=_vae(),
         transformer=_transformer(),
@@ -131,21 +132,6 @@ def _ar_config(tokenizer: Any) -> Any:
         image_start_token_id=ids["bos_token"],
         image_end_token_id=ids["image_end_token"],
     )  # fmt: skip
-
-
-def _t5_config(tokenizer: Any) -> Any:
-    from transformers import T5Config
-
-    return T5Config(
-        vocab_size=len(tokenizer),
-        d_model=WIDTH,
-        d_kv=16,
-        d_ff=2 * WIDTH,
-        num_layers=2,
-        num_heads=2,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
 
 
 def _transformer() -> Any:

@@ -11,15 +11,24 @@ from omniq.engines.base import StageInput
 from omniq.errors import InvalidRequest
 
 
+def given_input(inputs: Mapping[str, StageInput], name: str) -> StageInput:
+    """Input ``name``.
+
+    Raises:
+        InvalidRequest: missing.
+    """
+    if name not in inputs:
+        raise _bad(name, f"missing; the stage got: {', '.join(inputs) or 'nothing'}")
+    return inputs[name]
+
+
 def text_input(inputs: Mapping[str, StageInput], name: str) -> str:
     """The text of input ``name``.
 
     Raises:
         InvalidRequest: missing, or no string.
     """
-    if name not in inputs:
-        raise _bad(name, f"missing; the stage got: {', '.join(inputs) or 'nothing'}")
-    value = inputs[name].value
+    value = given_input(inputs, name).value
     if not isinstance(value, str):
         raise _bad(name, f"must be text, not {type(value).__name__}")
     return value
@@ -31,10 +40,9 @@ def tensor_input(inputs: Mapping[str, StageInput], name: str) -> torch.Tensor:
     Raises:
         InvalidRequest: missing, none or several tensors, or integers.
     """
-    if name not in inputs:
-        raise _bad(name, f"missing; the stage got: {', '.join(inputs) or 'nothing'}")
+    given = given_input(inputs, name)
     try:
-        tensor = inputs[name].tensor
+        tensor = given.tensor
     except ValueError as exc:
         raise _bad(name, str(exc)) from exc
     if not tensor.is_floating_point():
@@ -48,9 +56,7 @@ async def codes_input(inputs: Mapping[str, StageInput]) -> AsyncIterator[torch.T
     Raises:
         InvalidRequest: missing, or something else than one tensor at once.
     """
-    if "codes" not in inputs:
-        raise _bad("codes", f"missing; the stage got: {', '.join(inputs) or 'nothing'}")
-    given = inputs["codes"]
+    given = given_input(inputs, "codes")
     if given.chunks is None:
         try:
             codes = given.tensor

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from omniq.engines.seeds import seeded_generator
 from omniq.errors import EngineError, InvalidRequest
 
 #: Parameters of the chat template, not of sampling.
@@ -127,13 +128,8 @@ class Sampler:
         self._made: Counter[int] = Counter()
         self._end_ids = sorted({*end_ids, *sampling.stop_token_ids})
         #: Where the draws come from.
-        self.generator = generator or torch.Generator("cpu")
-        if generator is not None:
-            return
-        if sampling.seed is None:
-            self.generator.seed()
-        else:
-            self.generator.manual_seed(sampling.seed + index)
+        seed = None if sampling.seed is None else sampling.seed + index
+        self.generator = generator or seeded_generator(seed)
 
     def pick(self, logits: torch.Tensor) -> int:
         """Next token id from ``logits`` [vocab], any float dtype and device.

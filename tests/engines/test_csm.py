@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from engine_helpers import ask, loaded
+from engine_helpers import Recorder, ask, loaded
 from tiny_csm import CODEBOOKS, CODES, FRAME, make_csm
 
 from omniq.config import OmniStageConfig
@@ -109,28 +109,6 @@ def audio_of(out: StageOutput) -> torch.Tensor:
     return out.tensors["audio"]["audio"]
 
 
-class Kept(NullEmit):
-    """Keeps the chunks of a stage."""
-
-    def __init__(self) -> None:
-        self.chunks: list[torch.Tensor] = []
-        self.told: list[tuple[int, int]] = []
-
-    def progress(self, step: int, total: int) -> None:
-        self.told.append((step, total))
-
-    async def achunk(
-        self,
-        output: str,
-        value: Any = None,
-        tensors: Mapping[str, torch.Tensor] | None = None,
-        *,
-        last: bool = False,
-    ) -> None:
-        assert tensors is not None
-        self.chunks.append(tensors[output])
-
-
 @pytest.mark.parametrize("seed", [0, 5])
 async def test_codes_and_sound_equal_generate(
     made: Callable[..., Path], ar: Engine, codec: Engine, seed: int
@@ -218,7 +196,7 @@ async def test_end_frame_stops_and_is_not_sound(made: Callable[..., Path]) -> No
     for seed in range(6):
         params = {"seed": seed, "max_tokens": 60}
         expected, samples = reference(folder, TEXT, seed=seed, max_new_tokens=60)
-        kept = Kept()
+        kept = Recorder()
         request = StageRequest("test", params)
         out = await engine.run(request, {"prompt": StageInput(TEXT)}, kept)
         codes = codes_of(out)
@@ -238,9 +216,9 @@ async def test_frames_go_on_while_more_are_made(made: Callable[..., Path]) -> No
     engine = await loaded(ar_stage(made(), engine_args={"chunk_frames": 3}))
     seen: list[int] = []
 
-    class Counting(Kept):
+    class Counting(Recorder):
         async def achunk(self, *args: Any, **more: Any) -> None:
-            seen.append(len(self.told))
+            seen.append(len(self.steps))
             await super().achunk(*args, **more)
 
     kept = Counting()
@@ -271,17 +249,17 @@ async def test_slow_reader_holds_up_nobody(ar: Engine) -> None:
 async def test_cancelled_speech_leaves_the_others_alone(ar: Engine) -> None:
     """Within a step."""
     expected = codes_of(await ask(ar, {"seed": 1, "max_tokens": 60}, prompt=TEXT))
-    kept, most = Kept(), {"max_tokens": 200}
+    kept, most = Recorder(), {"max_tokens": 200}
     inputs = {"prompt": StageInput("a red circle")}
     going = asyncio.create_task(ar.run(StageRequest("one", {"seed": 3, **most}), inputs, kept))
     other = asyncio.create_task(ask(ar, {"seed": 1, "max_tokens": 60}, prompt=TEXT))
-    while len(kept.told) < 4:
+    while len(kept.steps) < 4:
         await asyncio.sleep(0.001)
     going.cancel()
     with pytest.raises(asyncio.CancelledError):
         await going
     assert torch.equal(codes_of(await other), expected)
-    assert len(kept.told) < 200
+    assert len(kept.steps) < 200
 
 
 async def test_a_step_that_breaks_ends_its_requests_only(
@@ -293,11 +271,11 @@ async def test_a_step_that_breaks_ends_its_requests_only(
     def broken(*_: Any) -> None:
         raise RuntimeError("no room for two")
 
-    kept = Kept()
+    kept = Recorder()
     with monkeypatch.context() as patch:
         patch.setattr(BatchCache, "join", broken)
         first = asyncio.create_task(ask(ar, {"max_tokens": 200}, kept, prompt="a red circle"))
-        while not kept.told:
+        while not kept.steps:
             await asyncio.sleep(0.001)
         second = asyncio.create_task(ask(ar, {"max_tokens": 200}, prompt=TEXT))
         async with asyncio.timeout(30):
@@ -368,7 +346,7 @@ async def test_pieces_are_the_whole(
         for i, part in enumerate(codes.split(sizes)):
             yield Chunk(i, tensors={"codes": part})
 
-    kept = Kept()
+    kept = Recorder()
     inputs = {"codes": StageInput(chunks=chunks())}
     out = await codec.run(StageRequest("test", {}), inputs, kept)
     assert [len(c) for c in kept.chunks] == [n * FRAME for n in sizes]

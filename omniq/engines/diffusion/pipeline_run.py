@@ -13,6 +13,7 @@ from omniq.engines.base import Emit, StageOutput
 from omniq.engines.diffusion.scheduler import Ticket
 from omniq.engines.diffusion.session import Ask, TransformerCalls, for_request
 from omniq.engines.families.base import Family
+from omniq.engines.seeds import seeded_generator
 from omniq.errors import EngineError, InvalidRequest
 
 #: Steps between looks for NaN on an accelerator, where each look waits for the device.
@@ -73,7 +74,7 @@ class PipelineRun:
         try:
             output = own(
                 **self.family.prepared(own, self.arguments),
-                generator=_generator(self.seed),
+                generator=seeded_generator(self.seed),
                 output_type="latent",
                 return_dict=False,
                 **more,
@@ -106,11 +107,3 @@ class PipelineRun:
     def _check(self, latents: torch.Tensor) -> None:
         if not torch.isfinite(latents).all():
             raise EngineError(f"the latents hold NaN or infinity after {self._done} steps")
-
-
-def _generator(seed: int | None) -> torch.Generator:
-    generator = torch.Generator("cpu")
-    if seed is None:
-        generator.seed()
-        return generator
-    return generator.manual_seed(seed)

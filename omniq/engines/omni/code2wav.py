@@ -9,7 +9,7 @@ import torch
 
 from omniq.engines.base import Cancelled, NullEmit, StageInput, StageRequest
 from omniq.engines.faults import engine_faults
-from omniq.engines.loading import check_engine_args, loading, part_folder, whole_arg
+from omniq.engines.loading import check_engine_args, loading, part_folder, torch_dtype, whole_arg
 from omniq.engines.omni.vocoder import Utterance, VocoderEngine
 from omniq.engines.omni.weights import part_of
 
@@ -64,9 +64,9 @@ class Code2WavEngine(VocoderEngine):
         with loading(self.stage, folder):
             config = Qwen3OmniMoeConfig.from_pretrained(folder).code2wav_config
             weights = part_of(folder, "code2wav.")
-            dtype = next(iter(weights.values())).dtype
-            if self.stage.dtype != "auto":
-                dtype = getattr(torch, self.stage.dtype)
+            dtype = torch_dtype(self.stage)
+            if isinstance(dtype, str):  # the checkpoint's
+                dtype = next(iter(weights.values())).dtype
             model = Qwen3OmniMoeCode2Wav._from_config(config).to(dtype).eval()
             model.load_state_dict(weights)
         with engine_faults(f"loading {folder}"):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,8 +106,7 @@ def _load(folder: Path, tokenizer: Any, target: str) -> Any:
     """The model's processor; without torchvision one that takes no video."""
     from transformers.utils import is_torchvision_available  # noqa: PLC0415 - slow import
 
-    module, _, name = target.partition(":")
-    cls = getattr(importlib.import_module(module), name)
+    cls = resolve_name(target)
     if is_torchvision_available():
         return cls.from_pretrained(folder)
     from transformers import (  # noqa: PLC0415

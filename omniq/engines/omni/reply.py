@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from omniq.engines.base import StageInput
-from omniq.engines.inputs import refuse_input
+from omniq.engines.inputs import given_input, refuse_input
 
 NAME = "reply"
 PROMPT = ("prompt_token_ids", "prompt_positions", "prompt_hidden_states")
@@ -65,9 +65,7 @@ async def parts_of(inputs: Mapping[str, StageInput], size: int) -> AsyncIterator
     Raises:
         InvalidRequest: there is none, it does not begin with the prompt, or has other shapes.
     """
-    if NAME not in inputs:
-        refuse_input(NAME, f"missing; the stage got: {', '.join(inputs) or 'nothing'}")
-    given, first = inputs[NAME], True
+    given, first = given_input(inputs, NAME), True
     if given.chunks is None:
         yield _checked(part_of(given.tensors), first, size)
         return

@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
-import importlib
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -211,8 +211,7 @@ class TalkerEngine(Engine):
         if "attn_implementation" in args:
             options["attn_implementation"] = args["attn_implementation"]
         with loading(self.stage, folder), engine_faults(f"loading {folder}"):
-            module, _, name = family_of(folder).talker.partition(":")
-            adapter = getattr(importlib.import_module(module), name)
+            adapter = resolve_name(family_of(folder).talker)
             self._talker: Talker = adapter(folder, self.device, **options)
         self._context = int(self._talker.config.max_position_embeddings)
         limit = whole_arg(self.stage, "max_model_len", self._context)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -46,9 +46,7 @@ class ThinkerEngine(TransformersAREngine):
 
     def _load_model(self, folder: Path, options: Mapping[str, Any]) -> Any:
         self._family = family_of(folder)
-        module, _, name = self._family.thinker.partition(":")
-        cls = getattr(importlib.import_module(module), name)
-        model = load_part(cls, folder, "thinker", **options)
+        model = load_part(resolve_name(self._family.thinker), folder, "thinker", **options)
         model.lm_head.register_forward_pre_hook(self._before_head)
         self._states: torch.Tensor | None = None
         self._layer_states: torch.Tensor | None = None

@@ -18,6 +18,7 @@ from omniq.engines.omni.speakers import Speakers
 from omniq.engines.omni.vocoder import Utterance, VocoderEngine
 from omniq.engines.omni.weights import part_of
 from omniq.engines.omni.windows import Overlap, Sizes, Window, Windows
+from omniq.engines.seeds import seeded_generator
 from omniq.errors import ConfigError
 
 NUM_STEPS, GUIDANCE_SCALE, SWAY_COEFFICIENT = 10, 0.5, -1.0
@@ -178,15 +179,9 @@ class _Utterance(Utterance):
         self._windows = Windows(engine.sizes)
         self._overlap = Overlap(engine.sizes.overlap)
         self._stream = request.stream
-        # On the CPU, so that a seed means the same on every device; frame by frame it gives the
-        # same numbers as all at once.
+        # Frame by frame it gives the same numbers as all at once.
         self._noise: torch.Tensor | None = None
-        self._generator = torch.Generator("cpu")
-        seed = request.params.get("seed")
-        if seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(seed)
+        self._generator = seeded_generator(request.params.get("seed"))
         self._mel: torch.Tensor | None = None
 
     def sounds(self, *, ended: bool) -> Iterator[torch.Tensor]:
