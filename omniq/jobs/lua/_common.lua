@@ -20,6 +20,8 @@ local FINAL = {succeeded = true, failed = true, cancelled = true, expired = true
 -- A server without memory left refuses the first write that takes some, but no later one of the same
 -- script. What ends work, and so frees memory in the end, is to go on: it writes nothing at first.
 local function even_if_full() redis.call('HDEL', JOB, '') end
+-- What takes on more work begins with a write that takes none, and is refused whole.
+local function unless_full() redis.call('SETRANGE', PREFIX .. 'memory', 0, '') end
 
 -- One time for all that a script does.
 local NOW

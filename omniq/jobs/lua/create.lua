@@ -21,6 +21,7 @@ if same then
   end
 end
 if redis.call('EXISTS', JOB) == 1 then return {'exists'} end
+unless_full()
 
 -- So many jobs must find room, this one and others that come at once.
 local count = ask.count or 1

@@ -2,6 +2,7 @@
 -- unless the job is created. Returns {} or a refusal.
 -- ARGV: job id, bytes, most bytes of all that wait, pipeline, part of the broker's memory that may be
 -- used, or 0 if they are not for the broker.
+unless_full()
 local KEPT = 60
 local whose, sum = input_keys()
 local t, bytes, most = tonumber(now()), tonumber(ARGV[2]), tonumber(ARGV[3])

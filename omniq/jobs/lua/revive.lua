@@ -1,6 +1,7 @@
 -- Try a dead letter again. Returns 1, or 0 if it is none (any more).
 -- ARGV: stages to run (JSON list), spec JSON, ttl ms, messages (see `messages`). KEYS[4...] = queues.
 if get('state') ~= 'failed' or not get('dead') then return 0 end
+unless_full()
 redis.call('ZREM', DEAD, job_id())
 redis.call('HDEL', JOB, 'dead', 'error', 'deadline', 'started', 'finished')
 for _, field in ipairs({'dead', 'error', 'deadline', 'started', 'finished'}) do FIELDS[field] = false end
