@@ -18,7 +18,7 @@ from omniq.config.request import validate_request
 from omniq.errors import BrokerUnavailable, InputTooLarge, InvalidRequest, JobNotFound
 from omniq.inputs import InputFile, read_inputs
 from omniq.jobs import webhooks
-from omniq.jobs.admission import Admission, Again, Share
+from omniq.jobs.admission import Admission, Again, Share, refusal
 from omniq.jobs.model import JobRecord, JobSpec, new_job_id
 from omniq.jobs.store import JobStore
 from omniq.settings import get_settings
@@ -96,7 +96,10 @@ async def submit(
             return known
     if webhook is not None:
         hook = await webhooks.checked(webhook)
+    admission = Admission.of(config)
     if looks:
+        if get_settings().remote_media or any(name in spec.inputs for name in config.files):
+            await _would_admit(store, spec, admission, room_for)
         spec, nbytes = await _with_files(store, config, spec)
     record: JobRecord | None = None
     try:
@@ -105,7 +108,7 @@ async def submit(
             {s: config.upstream(s) for s in spec.stages},
             chain.first_posts(spec, config),
             awaited=awaited,
-            admission=Admission.of(config),
+            admission=admission,
             again=again,
             hook=hook,
             room_for=room_for,
@@ -162,6 +165,19 @@ async def fetch_input(store: JobStore, job_id: str, name: str) -> bytes:
     if info is not None and info.nbytes > most:
         raise InputTooLarge(f"must have at most {most} bytes, has {info.nbytes}")
     return (await store.read_artifact(record, name))[0]
+
+
+async def _would_admit(store: JobStore, spec: JobSpec, admission: Admission, room_for: int) -> None:
+    """Refuse a job before anything is done for its files: fetched, decoded, written.
+
+    Raises:
+        Overloaded, ShareUsed: it would be refused in the end.
+    """
+    ask, ttl = admission.ask(spec, store.share, room_for=room_for), get_settings().job_ttl
+    if answer := await store.run_script("would_admit", spec.id, [ask, int(ttl * 1000)]):
+        refused = refusal(answer)
+        store.usage = store.share.after(refused)
+        raise refused
 
 
 async def _with_files(
