@@ -8,6 +8,7 @@ import time
 from base64 import b64decode
 from typing import Any
 
+import pytest
 import redis.asyncio
 
 from omniq import keys
@@ -25,6 +26,8 @@ from omniq.jobs.model import (
     new_job_id,
 )
 from omniq.jobs.store import JobStore
+from omniq.publish import Post
+from omniq.streams import ChunkReader, ChunkStreams, ChunkWriter, Follower, Refused, Unread
 from omniq.submit import submit
 
 #: The thinker makes the text; what the talker and the vocoder make of it is the sound.
@@ -258,6 +261,35 @@ async def test_what_only_the_failed_stage_would_read_is_freed_at_once(store: Job
     )
     assert (await store.get(job.id)).state is JobState.RUNNING
     assert not await store.redis.exists(f"omniq:blob:{job.id}.a.1.o")
+
+
+async def test_a_stream_whose_reader_is_given_up_keeps_nothing_more(store: JobStore) -> None:
+    """Until then the writer does not wait for a reader that it is not bound to."""
+    job = await create(store)
+    grant = await begin(store, job, "thinker")
+    thinker = (job.id, "thinker", grant.fence)
+    streams = ChunkStreams(store.redis)
+    try:
+        await streams.open(thinker, {"o": ["talker"]})
+        writer = ChunkWriter(streams, thinker, "o", [Follower("talker", 1, 0)])
+        for number in range(40):
+            assert await writer.write(number) == number
+        await streams.window_there(thinker, "talker", Post("talker", "q", b"m", b"", "t", "q"))
+        talker = (job.id, "talker", (await begin(store, job, "talker")).fence)
+        reader = ChunkReader(streams, talker, "thinker", "o", grant.fence)
+        assert (await anext(reader)).value == 0
+        assert await store.fail_stage(job.id, "talker", talker[2], ERROR)
+        with pytest.raises(Unread):
+            await writer.write(40)
+        assert await store.redis.xlen(keys.stream(job.id, "thinker", "o")) == 40
+        with pytest.raises(Refused):
+            await reader.skip_rest()
+        await writer.end()
+        assert await store.finish_stage(job.id, "thinker", grant.fence, StageResult())
+        assert (await store.get(job.id)).partial
+        assert not await store.redis.exists(keys.stream(job.id, "thinker", "o"))
+    finally:
+        streams.close()
 
 
 async def test_a_retry_of_the_dead_letter_makes_a_part_whole(small: None, store: JobStore) -> None:
