@@ -44,6 +44,7 @@ async def submit(
     room_for: int = 1,
     webhook: webhooks.Webhook | None = None,
     outputs: Sequence[str] | None = None,
+    allow_partial: bool = False,
 ) -> JobRecord:
     """Validate one job, then record and enqueue it in one step: never one without the other.
 
@@ -52,6 +53,8 @@ async def submit(
     inputs become blobs, which the job's end frees. A seed that is not given is drawn here, once, so
     that retries and all stages use the same one.
     Of ``outputs`` the pipeline's others are not made: stages that none of them needs do not run.
+    With ``allow_partial`` a stage that fails for good, or has not ended at the deadline, costs only
+    the outputs that need it (:attr:`JobRecord.missing`); the job fails if no other is left.
     With ``stream`` off engines need not say text before it is whole, which costs them less.
     ``awaited``: the caller will wait for the job's end at once (:meth:`JobStore.wait`).
     ``idempotency_key``: a request with the same key and the same content that comes again, at the
@@ -81,11 +84,14 @@ async def submit(
         stream=stream,
         share=store.share,
         outputs=outputs,
+        allow_partial=allow_partial,
     )
     again = None
     if idempotency_key is not None:
         wanted = None if outputs is None else sorted(outputs)
-        asked = (pipeline, inputs, parameters or {}, priority, timeout, metadata or {}, wanted)
+        asked = [pipeline, inputs, parameters or {}, priority, timeout, metadata or {}, wanted]
+        if allow_partial:
+            asked.append("allow_partial")
         again = _again(idempotency_key, part, asked, webhook)
     hook, nbytes = None, 0
     looks = bool(config.files or get_settings().remote_media)
@@ -120,7 +126,7 @@ async def submit(
 
 
 def _again(
-    key: str, part: tuple[int, int], asked: tuple[Any, ...], webhook: webhooks.Webhook | None
+    key: str, part: tuple[int, int], asked: Sequence[Any], webhook: webhooks.Webhook | None
 ) -> Again:
     if not 1 <= len(key) <= MAX_KEY or not key.isascii() or not key.isprintable():
         message = f"must be 1 to {MAX_KEY} printable ASCII characters"
@@ -212,6 +218,7 @@ def make_spec(
     stream: bool = True,
     share: Share | None = None,
     outputs: Sequence[str] | None = None,
+    allow_partial: bool = False,
 ) -> JobSpec:
     """The job a valid request of that tenant describes, with a new id.
 
@@ -256,5 +263,6 @@ def make_spec(
         deadline=None if timeout is None else created + timeout,
         metadata=metadata,
         stream=stream,
+        partial={o: config.outputs[o].producer for o in wanted} if allow_partial else {},
         created=created,
     )
