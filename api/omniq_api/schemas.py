@@ -77,6 +77,11 @@ class JobRequest(BaseModel):
         description="Only these of the pipeline's outputs; stages that none of them needs do not "
         "run. Default: all.",
     )
+    formats: dict[str, str] = Field(
+        default_factory=dict,
+        max_length=MAX_KEYS,
+        description='Of result files by output, e.g. `{"audio": "mp3"}`; default the pipeline\'s.',
+    )
     priority: int = Field(5, ge=0, le=9, strict=True, description="9 is served first.")
     timeout: float | None = Field(
         None,

@@ -116,6 +116,7 @@ async def submit_request(
         idempotency_key=services.idempotency_key,
         webhook=body.webhook or services.webhook,
         outputs=body.outputs,
+        formats=body.formats,
     )
 
 
