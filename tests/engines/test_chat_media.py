@@ -65,6 +65,16 @@ def test_wav_needs_no_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(plain[0], by_av[0]) and plain[1] == by_av[1]
 
 
+@pytest.mark.parametrize("with_av", [True, False])
+def test_a_wav_without_samples_is_refused(monkeypatch: pytest.MonkeyPatch, with_av: bool) -> None:
+    if not with_av:
+        monkeypatch.setattr(media, "find_spec", lambda name: None)
+    empty = base64.b64encode(encoded(np.zeros(0, np.int16), RATE, "wav", OutputContext("j")))
+    part = {"type": "input_audio", "input_audio": {"data": empty.decode(), "format": "wav"}}
+    with pytest.raises(InvalidRequest, match="holds no samples"):
+        of(part)
+
+
 def test_video_in_messages() -> None:
     plain, found = of({"type": "video_url", "video_url": {"url": url(clip())}})
     assert plain[0]["content"] == [{"type": "video"}]
