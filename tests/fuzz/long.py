@@ -94,9 +94,15 @@ def run_api(folder: Path, valkey: Valkey, count: int, seed: int, until: float) -
         report.findings += held[-1].leaks(held[0])
         if left := keys_left(broker, 10 * RETENTION):
             report.findings.append(f"keys of ended jobs are left: {dict(left)}")
-        if "Traceback" in (log := server.output()):
-            report.findings.append(f"the log of the API:\n{log[-4000:]}")
+        report.findings += [f"the log of the API:\n{part}" for part in tracebacks(server.output())]
     return report
+
+
+def tracebacks(log: str) -> list[str]:
+    """Each with a line before it and some after."""
+    lines = log.splitlines()
+    at = [i for i, line in enumerate(lines) if line.startswith("Traceback")]
+    return ["\n".join(lines[max(0, i - 1) : i + 80]) for i in at]
 
 
 if __name__ == "__main__":
