@@ -119,5 +119,10 @@ def test_inputs_of_a_pipeline() -> None:
     assert found["video"][0][1]["fps"] == 4.0
     old = media.of_inputs({"audio": StageInput({"sample_rate": 8_000}, {"0": samples})})
     assert old["audio"][0][1] == 8_000
+    file = torch.frombuffer(bytearray(clip()), dtype=torch.uint8)
+    read = media.of_inputs({"video": StageInput([{"bytes": len(file)}], {"0": file})})
+    assert read["video"][0][0].shape == (4, 16, 16, 3)
+    with pytest.raises(InvalidRequest, match=r"input\.video: must be MP4"):
+        media.of_inputs({"video": StageInput(None, {"0": file[200:]})})
     with pytest.raises(InvalidRequest, match=r"must be uint8 \[frames, H, W, 3\]"):
         media.of_inputs({"video": StageInput(None, {"0": frames.float()})})

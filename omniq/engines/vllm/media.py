@@ -54,8 +54,9 @@ def of_inputs(inputs: Mapping[str, StageInput]) -> Media:
     """Media that stages before have made.
 
     Images are uint8 ``[H, W, 3]`` tensors, audio is float tensors ``[samples]``, videos are uint8
-    ``[frames, H, W, 3]``, any number in one input. The input's value says of sounds the
-    ``sample_rate`` (hertz) and of videos the ``fps``: an object, or a list of one for each.
+    ``[frames, H, W, 3]`` or files, uint8 ``[bytes]``; any number in one input. The input's value
+    says of sounds the ``sample_rate`` (hertz) and of videos the ``fps``: an object, or a list of
+    one for each.
 
     Raises:
         InvalidRequest: a tensor is nothing of that kind.
@@ -69,6 +70,13 @@ def of_inputs(inputs: Mapping[str, StageInput]) -> Media:
                 if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
                     raise bad(name, f"{key!r} must be uint8 [H, W, 3], is {_form(array)}")
                 found.setdefault(kind, []).append(Image.fromarray(array))
+            elif kind == "video" and array.dtype == np.uint8 and array.ndim == 1:
+                try:
+                    found.setdefault(kind, []).append(
+                        read_video(array.tobytes(), f"input.{name}")[0]
+                    )
+                except InputTooLarge as exc:
+                    raise bad(name, exc.message) from exc
             elif kind == "video":
                 if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3:
                     raise bad(name, f"{key!r} must be uint8 [frames, H, W, 3], is {_form(array)}")
