@@ -88,7 +88,8 @@ class StateOptions(BaseModel):
 
     def placed(self, rows: torch.Tensor) -> torch.Tensor:
         """Where ``rows`` of :func:`with_places` stand: int64 [3, n]."""
-        return rows[:, 0, -_width(rows) :].contiguous().view(torch.int32).T.to(torch.int64)
+        bits = rows[:, 0, -_width(rows) :].contiguous().view(torch.int32)
+        return bits.T.contiguous().to(torch.int64)
 
 
 def with_places(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
