@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 import httpx
 import psutil
 import redis
-from support import wait_until
 
 #: Descriptors and threads that pools of connections and of workers may add after the warm-up.
 ROOM = 64
@@ -68,10 +66,6 @@ def keys_of_jobs(broker: redis.Redis) -> Counter[str]:
 def keys_left(broker: redis.Redis, patience: float) -> Counter[str]:
     """Keys of jobs that are still there some seconds after the last job has ended."""
     until = time.monotonic() + patience
-
-    def over() -> bool:
-        return not keys_of_jobs(broker) or time.monotonic() > until
-
-    with contextlib.suppress(TimeoutError):
-        wait_until(over, patience + 60, "keys of jobs go")
-    return keys_of_jobs(broker)
+    while (left := keys_of_jobs(broker)) and time.monotonic() < until:
+        time.sleep(0.2)
+    return left
