@@ -1,4 +1,5 @@
-"""Dead letters: jobs that failed for good though nothing was wrong with the request.
+"""Dead letters: jobs that failed for good though nothing was wrong with the request, and those that
+succeeded without some outputs because a stage did.
 
 Such a job's record stays for ``OMNIQ_DEAD_LETTER_RETENTION``. It can be tried again: from the stage
 that failed if what that reads is still there (values in the record are; tensors are freed with the
@@ -192,7 +193,7 @@ def _of_job(job_id: str, row: dict[bytes, bytes]) -> DeadLetter:
             worker=details.get("worker"),
             deliveries=details.get("deliveries"),
         )
-    error = record.error or {}
+    error = record.error or record.stages[stage].error or {}
     try:
         pipeline, stages = _again(record, row)
         first = _first(pipeline, stages)
@@ -243,20 +244,23 @@ def _again(record: JobRecord, row: dict[bytes, bytes]) -> tuple[PipelineConfig, 
         pipeline = get_pipeline(record.spec.pipeline)
     except UnknownPipeline:
         pipeline = None
-    if pipeline is None or pipeline.topological_order() != record.spec.stages:
+    stages = record.spec.stages
+    if pipeline is not None and set(stages) <= set(pipeline.topological_order()):
+        pipeline = pipeline.only(stages)
+    if pipeline is None or pipeline.topological_order() != stages:
         raise DeadLetterLost(
             f"pipeline {record.spec.pipeline} of job {record.id} is not configured here, or has "
             "other stages than when the job was accepted"
         )
     again = {n for n, s in record.stages.items() if s.state is not StageState.SUCCEEDED}
-    for stage in reversed(record.spec.stages):
+    for stage in reversed(stages):
         if stage in again:
             again |= {
                 up
                 for up in pipeline.upstream(stage)
                 if any({"blob", "stream"} & set(output) for output in _outputs(row, up).values())
             }
-    return pipeline, [s for s in record.spec.stages if s in again]
+    return pipeline, [s for s in stages if s in again]
 
 
 def _first(pipeline: PipelineConfig, stages: list[str]) -> list[str]:

@@ -116,6 +116,8 @@ async def submit_request(
         idempotency_key=services.idempotency_key,
         webhook=body.webhook or services.webhook,
         outputs=body.outputs,
+        allow_partial=body.allow_partial,
+        formats=body.formats,
     )
 
 

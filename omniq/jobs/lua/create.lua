@@ -5,6 +5,7 @@
 -- KEYS[4] = index of all jobs, KEYS[5...] = queues. ARGV: spec JSON, stages JSON, upstream JSON, id,
 -- created, ttl ms, deadline or '', channel of who waits for its end or '', list of refs (JSON strings)
 -- of the blobs among its inputs, what is asked of admission (JSON, see omniq/jobs/admission.py),
+-- stages by the outputs they make, if some of these are taken without the others (JSON), or '',
 -- messages (see `messages`).
 local id, ttl, ask = ARGV[4], tonumber(ARGV[6]), cjson.decode(ARGV[10])
 local pipeline, tenant = ask.pipeline, ask.tenant
@@ -38,6 +39,7 @@ if named then add('tenant', tenant) end
 if ARGV[7] ~= '' then add('deadline', ARGV[7]) end
 if ARGV[8] ~= '' then add('w:' .. ARGV[8], '') end
 if ask.hook then add('hook', ask.hook) end
+if ARGV[11] ~= '' then add('partial', ARGV[11]) end
 if ask.inbytes then
   local member = id .. WINDOW .. ask.inbytes
   local whose, sum = input_keys()
@@ -70,7 +72,7 @@ if ask.rate then
   redis.call('SET', place.their_rate, string.format('%.6f', full_again), 'PX', math.ceil((full_again - t) * 1000) + 1)
 end
 
-local posts = messages(11, 5)
+local posts = messages(12, 5)
 -- Who is held back goes first, also when the last key has been revoked since.
 local shared = #posts > 0 and redis.call('EXISTS', PREFIX .. 'api_keys', pen(pipeline, 'waits')) > 0
 if shared and (redis.call('EXISTS', pen(pipeline, 'waits')) == 1
