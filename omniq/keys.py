@@ -187,6 +187,18 @@ def blob_part(blob_id: str, token: str) -> str:
     return f"{_ns()}:part:{token}:{{{blob(blob_id)}}}"
 
 
+def blob_notes() -> str:
+    """Hash: what is in the Redis store, and its bytes: blobs by id, and such as are still being
+    written as ``<blob id>:<token>``; see :mod:`omniq.blobs.redis_sweep`.
+    """
+    return f"{_ns()}:blobs"
+
+
+def blob_sweeper() -> str:
+    """String with TTL: somebody has looked for what dead writers left in the Redis store."""
+    return f"{_ns()}:blob_sweeper"
+
+
 def host_garbage(host: str) -> str:
     """Set: JSON references of blobs which no job needs any more.
 

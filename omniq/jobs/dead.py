@@ -15,7 +15,7 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, Field
 
-from omniq import chain, keys
+from omniq import chain, keys, signing
 from omniq.config import PipelineConfig, get_pipeline
 from omniq.errors import (
     DeadLetterLost,
@@ -39,7 +39,9 @@ class DeadLetter(BaseModel):
 
     id: str = Field(description="The job's id, or 'message.' and a digest.")
     kind: Literal["job", "message"]
-    reason: str = Field(description="Code of the error; 'undecodable' of a message.")
+    reason: str = Field(
+        description="Code of the error; of a message 'undecodable' or 'bad_signature'."
+    )
     message: str = Field(description="The error; of a message its beginning.")
     time: float | None = Field(None, description="Unix time; unknown of messages.")
     pipeline: str | None = None
@@ -160,7 +162,19 @@ def _item_id(item: bytes) -> str:
 
 def _of_item(item: bytes) -> DeadLetter:
     text = item[:SHOWN_CHARS].decode(errors="replace")
-    return DeadLetter(id=_item_id(item), kind="message", reason="undecodable", message=text)
+    return DeadLetter(id=_item_id(item), kind="message", reason=_refused_for(item), message=text)
+
+
+def _refused_for(item: bytes) -> str:
+    try:
+        message = orjson.loads(item)
+        if isinstance(message, dict) and "headers" in message:
+            signing.check(message)
+    except signing.BadSignature as exc:
+        return exc.code
+    except orjson.JSONDecodeError:
+        pass
+    return "undecodable"
 
 
 def _of_job(job_id: str, row: dict[bytes, bytes]) -> DeadLetter:

@@ -109,6 +109,7 @@ local function free_blob(json)
   local ref = cjson.decode(json)
   local first = PREFIX .. 'blob:' .. ref.id
   if redis.call('UNLINK', first) == 1 then
+    redis.call('HDEL', PREFIX .. 'blobs', ref.id)
     for n = 1, math.ceil(ref.nbytes / CHUNK_BYTES) - 1 do
       redis.call('UNLINK', PREFIX .. 'blob:' .. n .. ':{' .. first .. '}')
     end
