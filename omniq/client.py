@@ -62,6 +62,7 @@ class OmniLLM:
         timeout: float | None = None,
         idempotency_key: str | None = None,
         outputs: Sequence[str] | None = None,
+        allow_partial: bool = False,
         formats: Mapping[str, str] | None = None,
         **more: Any,
     ) -> list[OmniRequestOutput]:
@@ -75,6 +76,7 @@ class OmniLLM:
         Args:
             parameters: for all prompts, or one mapping for each.
             outputs: only these of the pipeline's; stages that none of them needs do not run.
+            allow_partial: as of :meth:`AsyncOmniLLM.generate`.
             formats: of files by output (``{"audio": "mp3"}``), where not the pipeline's.
             more: parameters for all prompts; they win over ``parameters``.
             idempotency_key: as of :meth:`AsyncOmniLLM.submit`, of the call: each prompt has its own
@@ -86,7 +88,13 @@ class OmniLLM:
             NotReady, BrokerUnavailable: as :meth:`AsyncOmniLLM.generate`.
         """
         requests = _requests(prompts, parameters, more)
-        options = {"priority": priority, "timeout": timeout, "outputs": outputs, "formats": formats}
+        options = {
+            "priority": priority,
+            "timeout": timeout,
+            "outputs": outputs,
+            "allow_partial": allow_partial,
+            "formats": formats,
+        }
         made = self._call(self._generate(requests, idempotency_key, options))
         failed = [o for o in made if o.state is not JobState.SUCCEEDED]
         if failed and raise_on_error:
@@ -111,11 +119,11 @@ class OmniLLM:
                 llm.submit(
                     prompt,
                     parameters,
-                    **options,
                     stream=False,
                     idempotency_key=key,
                     part=(number, len(requests)),
                     patient=True,
+                    **options,
                 )
             )
             for number, (prompt, parameters) in enumerate(requests)

@@ -32,9 +32,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen_omni(tmp_path_factory.mktemp("models") / NAME)
 
 
-@pytest.fixture(scope="module")
-def system(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(scope="module", params=["transformers", "vllm"])
+def system(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Served]:
+    """With the thinker on either engine."""
+    if request.param == "vllm":
+        pytest.importorskip("vllm")
+        pytest.importorskip("torchvision")
     flags = ["--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "1024"]
+    flags += ["--engine", request.param]
     command = [sys.executable, "-m", "omniq", "serve", str(folder), *flags]
     with served(tmp_path_factory.mktemp("serve"), *command, timeout=240) as running:
         yield running
@@ -66,10 +73,12 @@ def test_whole_answer_equals_generate(system: Served, client: openai.OpenAI, fol
     reference = Reference(folder)
     tokens, codes, waveform = reference.answer(reference.inputs(messages), TOKENS, CODES)
     said = done.choices[0].message
-    text = reference.text(tokens)
-    assert said.content == text
+    # vLLM leaves out a character that the answer's end cuts.
+    text = reference.text(tokens).rstrip("\ufffd")
+    assert said.content is not None
+    assert said.content.rstrip("\ufffd") == text
     assert said.audio is not None
-    assert said.audio.transcript == text
+    assert said.audio.transcript == said.content
     with wave.open(io.BytesIO(base64.b64decode(said.audio.data))) as file:
         assert (file.getframerate(), file.getnchannels()) == (SAMPLE_RATE, 1)
         heard = np.frombuffer(file.readframes(file.getnframes()), "<i2")

@@ -44,6 +44,23 @@ class ReplyPart:
     prompt: ThinkerPrompt | None = None
 
 
+def tensors_of(
+    ids: torch.Tensor, states: torch.Tensor, prompt: ThinkerPrompt | None
+) -> dict[str, torch.Tensor]:
+    """Some tokens of the answer as a chunk, or all of them.
+
+    Args:
+        ids: int64 [n].
+        states: [n, hidden].
+        prompt: where they are the first.
+    """
+    tensors = dict(zip(TOKENS, (ids, states), strict=True))
+    if prompt is not None:
+        given = (prompt.ids, prompt.positions, prompt.states)
+        tensors |= zip(PROMPT, given, strict=True)
+    return tensors
+
+
 def part_of(tensors: Mapping[str, torch.Tensor]) -> ReplyPart:
     """One chunk, or the whole.
 

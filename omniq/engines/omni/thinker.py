@@ -157,16 +157,16 @@ class ThinkerEngine(TransformersAREngine):
         states = generation.prompt_states
         assert states is not None, "they come with the first token"
         rows = answer.rows[start:stop]
-        tensors = {
-            "token_ids": torch.tensor(answer.tokens[start:stop], dtype=torch.int64),
-            "hidden_states": torch.cat(rows) if rows else states[:0],
-        }
+        prompt = None
         if start == 0:
-            tensors["prompt_token_ids"] = torch.tensor(generation.prompt.ids, dtype=torch.int64)
-            positions = generation.prompt.more["position_ids"][:, 0]
-            tensors["prompt_positions"] = positions.to("cpu", copy=True)
-            tensors["prompt_hidden_states"] = states
-        return tensors
+            positions = generation.prompt.more["position_ids"][:, 0].to("cpu", copy=True)
+            ids = torch.tensor(generation.prompt.ids, dtype=torch.int64)
+            prompt = reply.ThinkerPrompt(ids, positions, states)
+        return reply.tensors_of(
+            torch.tensor(answer.tokens[start:stop], dtype=torch.int64),
+            torch.cat(rows) if rows else states[:0],
+            prompt,
+        )
 
     def _output(self, generation: Generation) -> StageOutput:
         output = super()._output(generation)
