@@ -25,6 +25,13 @@ THINKER_ARGS = frozenset(
         *("max_model_len", "generation_config"),
     }
 )
+#: Files beside a prompt. Videos stay files: a request's parameters say which of their frames are
+#: taken, and whether their sound is.
+MEDIA: Mapping[str, Mapping[str, Any]] = {
+    "image": {"type": "image", "max_items": 16},
+    "audio": {"type": "audio", "max_items": 16, "max_seconds": 300},
+    "video": {"type": "video", "max_items": 16, "as_file": True},
+}
 #: Of ``generate`` in transformers, where a request says nothing.
 THINKER = {"temperature": 0.0, "max_tokens": 1024}
 TALKER = {"temperature": 0.9, "repetition_penalty": 1.05, "max_tokens": 4096}
@@ -38,9 +45,9 @@ SAMPLE_RATE = 24_000
 
 
 class QwenOmni(ModelFamily):
-    """Text, pictures and sound in; text and speech out, both while they are made."""
+    """Text, pictures, sound and video in; text and speech out, both while they are made."""
 
-    description: ClassVar[str] = "text, pictures and sound to text and speech"
+    description: ClassVar[str] = "text, pictures, sound and video to text and speech"
     #: Of config.json.
     model_type: ClassVar[str]
     #: Defaults of the talker beside those of both models.
@@ -79,7 +86,7 @@ class QwenOmni(ModelFamily):
             "stage_id": "thinker",
             "engine_type": "AR",
             "engine": ENGINES[engine],
-            "input_modalities": ["text", "image", "audio"],
+            "input_modalities": ["text", *MEDIA],
             "output_modalities": ["text", *(["hidden_states"] if speaks else [])],
             "engine_args": {"stream_tokens": THINKER_TOKENS, **args},
             "max_in_flight": in_flight,
@@ -90,6 +97,8 @@ class QwenOmni(ModelFamily):
             "stages": [thinker],
             **conversation("thinker"),
         }
+        mapping["inputs"] |= {name: {"required": False, **spec} for name, spec in MEDIA.items()}
+        mapping["edges"] += [{"from": f"input.{n}", "to": f"thinker.{n}"} for n in MEDIA]
         if speaks:
             self._speak(mapping, shared, in_flight)
         mapping["stages"] = placed(mapping["stages"], options.gpus, self.plans)

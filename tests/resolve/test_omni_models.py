@@ -41,6 +41,8 @@ def test_stages_and_devices(tmp_path: Path, model_type: str, vocoder: str) -> No
     windows = [e.source for e in pipeline.edges if e.trigger == "window"]
     assert windows == ["thinker.reply", "talker.codes"]
     assert pipeline.outputs["audio"].sample_rate == 24_000
+    assert pipeline.files == ("image", "audio", "video")
+    assert pipeline.inputs["video"].as_file, "a request's parameters say what is taken of it"
     assert pipeline.stages_for(["text"]) == ["thinker"]
     assert list(pipeline.only(["thinker"]).outputs) == ["text", "finish_reason", "choices"]
 

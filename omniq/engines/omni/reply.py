@@ -1,7 +1,7 @@
 """What leaves a thinker for its talker: the output ``reply``, whole or by chunks.
 
 The first chunk holds ``prompt_token_ids`` (int64 [P], media expanded), ``prompt_positions``
-([3, P], the thinker's own, whole numbers of any dtype) and ``prompt_hidden_states`` ([P, hidden]);
+([3, P], the thinker's own, of any dtype) and ``prompt_hidden_states`` ([P, hidden]);
 every chunk holds ``token_ids`` (int64 [n]) and ``hidden_states`` ([n, hidden]): row i is the state
 at the position whose logits gave token i, as of every AR engine here.
 """
