@@ -54,6 +54,8 @@ class QwenOmni(ModelFamily):
     talker: ClassVar[Mapping[str, Any]]
     #: Codes, or frames of codes, of a chunk from talker to vocoder.
     talker_codes: ClassVar[int]
+    #: Whether the thinker takes vLLM by itself.
+    on_vllm: ClassVar[bool]
     #: What the last stage has.
     vocoder: ClassVar[Mapping[str, Any]]
 
@@ -67,7 +69,7 @@ class QwenOmni(ModelFamily):
         Raises:
             ConfigError: arguments that the thinker's engine lacks are asked for.
         """
-        engine = thinker_engine(options.engine)
+        engine = options.engine if options.engine != "auto" else self._engine()
         refuse_encoder(options, self.name)
         args = dict(options.engine_args)
         shared = {"model": files.model, "dtype": args.pop("dtype", "auto")}
@@ -103,6 +105,11 @@ class QwenOmni(ModelFamily):
             self._speak(mapping, shared, in_flight)
         mapping["stages"] = placed(mapping["stages"], options.gpus, self.plans)
         return mapping
+
+    def _engine(self) -> str:
+        """vLLM by itself where it was verified, and all that it needs is installed."""
+        missing = resolve(EngineType.AR, ENGINES["vllm"]).missing()
+        return "vllm" if self.on_vllm and missing is None else "transformers"
 
     def _speak(self, mapping: dict[str, Any], shared: Mapping[str, Any], in_flight: int) -> None:
         """Add the stages that speak."""
@@ -144,20 +151,13 @@ class QwenOmni(ModelFamily):
         }
 
 
-def thinker_engine(asked: str) -> str:
-    """``vllm`` or ``transformers``; by itself vLLM where all that it needs is installed."""
-    if asked != "auto":
-        return asked
-    missing = resolve(EngineType.AR, ENGINES["vllm"]).missing()
-    return "vllm" if missing is None else "transformers"
-
-
 class Qwen25Omni(QwenOmni):
     """Qwen2.5-Omni."""
 
     name: ClassVar[str] = "Qwen2.5-Omni"
     stages: ClassVar[tuple[str, ...]] = ("thinker", "talker", "token2wav")
     model_type: ClassVar[str] = "qwen2_5_omni"
+    on_vllm: ClassVar[bool] = True
     talker: ClassVar[Mapping[str, Any]] = {"top_k": 40, "top_p": 0.8}
     # A block of token2wav's attention.
     talker_codes: ClassVar[int] = 12
@@ -170,6 +170,7 @@ class Qwen3Omni(QwenOmni):
     name: ClassVar[str] = "Qwen3-Omni"
     stages: ClassVar[tuple[str, ...]] = ("thinker", "talker", "code2wav")
     model_type: ClassVar[str] = "qwen3_omni_moe"
+    on_vllm: ClassVar[bool] = False
     talker: ClassVar[Mapping[str, Any]] = {"top_k": 50}
     talker_codes: ClassVar[int] = 5
     vocoder: ClassVar[Mapping[str, Any]] = {"engine": "omni-code2wav"}

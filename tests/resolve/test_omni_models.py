@@ -73,6 +73,8 @@ def test_the_thinker_runs_on_vllm_where_it_can(
     monkeypatch.setattr(registry, "find_spec", lambda name: None if name == absent else name)
     thinker = resolved(tmp_path, {"model_type": "qwen2_5_omni"}).stages[0]
     assert thinker.engine == ("omni-thinker-vllm" if absent is None else "omni-thinker")
+    # Not verified there.
+    assert resolved(tmp_path, {"model_type": "qwen3_omni_moe"}).stages[0].engine == "omni-thinker"
 
 
 def test_a_thinker_on_vllm_leaves_memory_to_who_shares_its_gpu(tmp_path: Path) -> None:
