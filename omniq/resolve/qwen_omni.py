@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from omniq.config import EngineType
-from omniq.engines.registry import resolve
 from omniq.errors import ConfigError
 from omniq.resolve.base import BuildOptions, ModelFamily, as_flags
 from omniq.resolve.files import CONFIG, ModelFiles
@@ -54,8 +52,6 @@ class QwenOmni(ModelFamily):
     talker: ClassVar[Mapping[str, Any]]
     #: Codes, or frames of codes, of a chunk from talker to vocoder.
     talker_codes: ClassVar[int]
-    #: Whether the thinker takes vLLM by itself.
-    on_vllm: ClassVar[bool]
     #: What the last stage has.
     vocoder: ClassVar[Mapping[str, Any]]
 
@@ -69,7 +65,8 @@ class QwenOmni(ModelFamily):
         Raises:
             ConfigError: arguments that the thinker's engine lacks are asked for.
         """
-        engine = options.engine if options.engine != "auto" else self._engine()
+        # By itself the one that takes videos with all that may be said of them.
+        engine = "transformers" if options.engine == "auto" else options.engine
         refuse_encoder(options, self.name)
         args = dict(options.engine_args)
         shared = {"model": files.model, "dtype": args.pop("dtype", "auto")}
@@ -105,11 +102,6 @@ class QwenOmni(ModelFamily):
             self._speak(mapping, shared, in_flight)
         mapping["stages"] = placed(mapping["stages"], options.gpus, self.plans)
         return mapping
-
-    def _engine(self) -> str:
-        """vLLM by itself where it was verified, and all that it needs is installed."""
-        missing = resolve(EngineType.AR, ENGINES["vllm"]).missing()
-        return "vllm" if self.on_vllm and missing is None else "transformers"
 
     def _speak(self, mapping: dict[str, Any], shared: Mapping[str, Any], in_flight: int) -> None:
         """Add the stages that speak."""
@@ -157,7 +149,6 @@ class Qwen25Omni(QwenOmni):
     name: ClassVar[str] = "Qwen2.5-Omni"
     stages: ClassVar[tuple[str, ...]] = ("thinker", "talker", "token2wav")
     model_type: ClassVar[str] = "qwen2_5_omni"
-    on_vllm: ClassVar[bool] = True
     talker: ClassVar[Mapping[str, Any]] = {"top_k": 40, "top_p": 0.8}
     # A block of token2wav's attention.
     talker_codes: ClassVar[int] = 12
@@ -170,7 +161,6 @@ class Qwen3Omni(QwenOmni):
     name: ClassVar[str] = "Qwen3-Omni"
     stages: ClassVar[tuple[str, ...]] = ("thinker", "talker", "code2wav")
     model_type: ClassVar[str] = "qwen3_omni_moe"
-    on_vllm: ClassVar[bool] = False
     talker: ClassVar[Mapping[str, Any]] = {"top_k": 50}
     talker_codes: ClassVar[int] = 5
     vocoder: ClassVar[Mapping[str, Any]] = {"engine": "omni-code2wav"}
