@@ -383,7 +383,7 @@ class ChaosSystem:
 
     def _blobs(self) -> list[bytes]:
         """Keys of blobs in Redis, whole and half written, and of the notes of them."""
-        found = ("omniq:blob:*", "omniq:part:*", keys.blob_notes())
+        found = ("omniq:blob:*", "omniq:part:*", "omniq:blobs*")
         return [key for pattern in found for key in self.client.scan_iter(pattern, count=1000)]
 
     async def _check(self, store: JobStore, record: JobRecord) -> None:
