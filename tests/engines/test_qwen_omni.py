@@ -141,6 +141,26 @@ async def test_nothing_is_lost_at_the_end(folder: Path) -> None:
     assert len(made.tensors["audio"]["audio"]) == len(codes) * SAMPLES_A_CODE
 
 
+async def test_a_stream_says_the_same_however_its_codes_come(staged: OmniStages) -> None:
+    """Windows depend on codes, not on when they are there: a run begun anew repeats its packets."""
+    codes = torch.randint(0, 64, (110,), generator=torch.Generator().manual_seed(3))
+
+    async def packets(portion: int) -> list[torch.Tensor]:
+        async def chunks() -> AsyncIterator[Chunk]:
+            for i, part in enumerate(codes.split(portion)):
+                yield Chunk(i, tensors={"codes": part})
+
+        said = Chunks("audio")
+        request = StageRequest("one", {"seed": SEED, "num_steps": 3}, stream=True)
+        inputs = {"codes": StageInput(chunks=chunks())}
+        await staged.engines["token2wav"].run(request, inputs, said)
+        return said.tensors
+
+    slowly, at_once = await packets(7), await packets(110)
+    assert len(slowly) > 2
+    assert torch.cat(slowly).equal(torch.cat(at_once))
+
+
 async def test_the_vocoder_by_overlapping_stretches(staged: OmniStages) -> None:
     """With an overlap as wide as its filters reach, stretches give the very sound of the whole."""
     engine: Any = staged.engines["token2wav"]
@@ -315,6 +335,13 @@ def test_windows_of_the_models_own_streaming_code() -> None:
         Window(96, 240, 144, 216),
     ]
     assert list(windows.ready(250, ended=True)) == [Window(168, 250, 216, 250)]
+    growing = Windows(Sizes(chunk=72, past=48, future=24, overlap=20, first=24))
+    assert list(growing.ready(47, ended=False)) == []
+    assert list(growing.ready(168, ended=False)) == [
+        Window(0, 48, 0, 24),
+        Window(0, 96, 24, 72),
+        Window(24, 168, 72, 144),
+    ]
     overlap = Overlap(20)
     assert overlap.ready(72, ended=False) == Sound(0, 72, 0, 52)
     assert overlap.ready(144, ended=False) == Sound(32, 144, 52, 124)
