@@ -25,8 +25,8 @@ NUM_STEPS, GUIDANCE_SCALE, SWAY_COEFFICIENT = 10, 0.5, -1.0
 #: Of Qwen's own streaming code: blocks of the DiT's attention in a window, before it and behind it,
 #: and frames of the vocoder's overlap.
 BLOCKS, BLOCKS_BEFORE, BLOCKS_BEHIND, OVERLAP = 3, 2, 1, 20
-#: Of the first window: a quarter of a second less until something is heard.
-FIRST_BLOCKS = 2
+#: Of the first window. A shorter one is heard sooner, but its sound ends long before the next.
+FIRST_BLOCKS = BLOCKS
 SAMPLE_RATE = 24_000
 WARMUP_CODES = 4
 
