@@ -141,6 +141,8 @@ class SpokenJob:
         Raises:
             OpenAIError: the job made no sound, or parts of it cannot be sent any more.
         """
+        if self.model.audio in record.missing:
+            return None
         info = record.artifacts.get(str(self.model.audio))
         if info is None:
             raise OpenAIError(500, "the job made no sound", kind=SERVER)
