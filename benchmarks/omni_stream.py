@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import json
 import statistics
 import sys
 import tempfile
@@ -173,10 +174,9 @@ async def run(folder: Path, options: argparse.Namespace) -> dict[tuple[str, int]
     from omniq import AsyncOmniLLM
 
     whole = Whole(folder, options)
-    overrides = options.stage_overrides and {"stage_overrides": options.stage_overrides}
     counts = sorted({1, options.in_flight})
     found = {(side, n): Results() for n in counts for side in ("generate", "omniq")}
-    async with AsyncOmniLLM(str(folder), **(overrides or {})) as llm:
+    async with AsyncOmniLLM(str(folder), stage_overrides=options.stage_overrides) as llm:
         streamed = Streamed(llm, options)
         same(await whole.ask(WORDS[:1]), await streamed.ask(WORDS[:1]))  # warm-up
         for number in range(options.rounds):
@@ -253,7 +253,9 @@ def main() -> int:
     parser.add_argument("--codes", type=int, default=150, help="of the speech, 50 a second")
     parser.add_argument("--in-flight", type=int, default=3, help="requests, beside one alone")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--stage-overrides", help="as of `omniq serve`")
+    parser.add_argument(
+        "--stage-overrides", type=json.loads, default={}, help="as of `omniq serve`"
+    )
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     options = parser.parse_args()
 
