@@ -16,7 +16,12 @@ from pydantic import BaseModel, Field
 
 from omniq import chain, keys
 from omniq.config import PipelineConfig, get_pipeline
-from omniq.errors import DeadLetterLost, DeadLetterNotFound, UnknownPipeline
+from omniq.errors import (
+    DeadLetterLost,
+    DeadLetterNotFound,
+    JobUnreadable,
+    UnknownPipeline,
+)
 from omniq.jobs.model import JobRecord, JobSpec, StageState
 from omniq.jobs.record import read_record
 from omniq.jobs.store import JobStore, posted
@@ -70,7 +75,8 @@ class DeadLetters:
             if gone:
                 await redis.zrem(keys.dead_letters(), *gone)
             items = await redis.lrange(keys.undecodable(), 0, limit - 1)
-        jobs = [_of_job(row) for row in rows if b"dead" in row]
+        both = zip(ids, rows, strict=True)
+        jobs = [_of_job(i.decode(), row) for i, row in both if b"dead" in row]
         return (jobs + [_of_item(item) for item in items])[:limit]
 
     async def get(self, letter_id: str) -> DeadLetter:
@@ -81,7 +87,7 @@ class DeadLetters:
         """
         if letter_id.startswith(MESSAGE):
             return _of_item(await self._item(letter_id))
-        return _of_job(await self._row(letter_id))
+        return _of_job(letter_id, await self._row(letter_id))
 
     async def retry(self, letter_id: str) -> JobRecord:
         """Try a job again, without its deadline; returns its record.
@@ -90,6 +96,7 @@ class DeadLetters:
             DeadLetterNotFound: there is none of that id.
             DeadLetterLost: it cannot be tried again: no job's, or of a pipeline that is not
                 configured any more or has other stages now.
+            JobUnreadable: another version of omniq may.
         """
         if letter_id.startswith(MESSAGE):
             raise DeadLetterLost(f"{letter_id} is no job's message; it can only be dropped")
@@ -103,7 +110,7 @@ class DeadLetters:
             letter_id,
             [
                 orjson.dumps(stages),
-                spec.model_dump_json(),
+                spec.to_json(),
                 int(get_settings().job_ttl * 1000),
                 *posted(posts),
             ],
@@ -155,9 +162,23 @@ def _of_item(item: bytes) -> DeadLetter:
     return DeadLetter(id=_item_id(item), kind="message", reason="undecodable", message=text)
 
 
-def _of_job(row: dict[bytes, bytes]) -> DeadLetter:
-    record, dead = read_record(row), orjson.loads(row[b"dead"])
-    stage, details, error = dead["stage"], dead.get("details") or {}, record.error or {}
+def _of_job(job_id: str, row: dict[bytes, bytes]) -> DeadLetter:
+    dead = orjson.loads(row[b"dead"])
+    stage, details = dead["stage"], dead.get("details") or {}
+    try:
+        record = read_record(row)
+    except JobUnreadable as exc:  # to be tried again by a process of its version
+        return DeadLetter(
+            id=job_id,
+            kind="job",
+            reason=exc.code,
+            message=exc.message,
+            time=dead["time"],
+            stage=stage,
+            worker=details.get("worker"),
+            deliveries=details.get("deliveries"),
+        )
+    error = record.error or {}
     try:
         pipeline, stages = _again(record, row)
         first = _first(pipeline, stages)

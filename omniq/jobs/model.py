@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from omniq.blobs.base import BlobRef
+from omniq.errors import JobUnreadable
 
 
 class JobState(StrEnum):
@@ -74,17 +75,25 @@ class JobSpec(BaseModel):
     created: float = Field(description="Unix time.")
 
     def to_json(self) -> bytes:
-        """As ``model_dump_json``, without the options that it looks at."""
-        return self.__pydantic_serializer__.to_json(self)
+        """What is not at its default: workers that know less read requests that ask for no more."""
+        return self.__pydantic_serializer__.to_json(self, exclude_defaults=True)
 
     @classmethod
     def from_json(cls, text: bytes) -> JobSpec:
         """The inverse of :meth:`to_json`.
 
         Raises:
-            pydantic.ValidationError: not the JSON of a specification.
+            JobUnreadable: not the JSON of a specification as this version knows them.
         """
-        spec: JobSpec = cls.__pydantic_validator__.validate_json(text)
+        try:
+            spec: JobSpec = cls.__pydantic_validator__.validate_json(text)
+        except ValidationError as exc:
+            first = exc.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"])) or "it"
+            raise JobUnreadable(
+                f"the job's record is not one of this version of omniq: {where}: {first['msg']}",
+                hint="it may be another version's: upgrade this process, or retry the job there",
+            ) from exc
         return spec
 
 
@@ -208,6 +217,8 @@ class StageGrant:
     outputs: dict[str, Any] = field(default_factory=dict)
     """With DONE: its own outputs."""
     state: JobState | None = None
+    unreadable: JobUnreadable | None = None
+    """Why there is no specification though there is a job."""
 
 
 @dataclass(slots=True)

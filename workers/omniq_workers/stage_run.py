@@ -181,6 +181,10 @@ class StageRunner:
         if grant.verdict is not Verdict.RUN:
             logger.info("job %s stage %s: nothing to run (%s)", job_id, stage, grant.verdict)
             raise Ignore(grant.verdict.value)
+        if (unreadable := grant.unreadable) is not None:
+            at = (job_id, stage, grant.fence, unreadable.to_dict(), traceback_of(unreadable))
+            await through_outage(lambda _: self._store.fail_stage(*at))
+            raise unreadable
         run = Run(job_id, stage, grant, flight)
         self._runs.add(run)
         try:
