@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from omni_stages import OmniStages, omni_stage
+from qwen3_omni_reference import Reference
 from qwen_omni_reference import SEED, turn
 from tiny_qwen3_omni import GROUPS, SAMPLES_A_FRAME, make_qwen3_omni
 from tiny_qwen_omni import picture, sound
@@ -16,64 +17,11 @@ from tiny_qwen_omni import picture, sound
 from omniq.engines import create_engine
 from omniq.engines.base import NullEmit, StageInput, StageRequest
 from omniq.engines.omni import qwen3
-from omniq.engines.omni.families import QWEN3
-from omniq.engines.omni.prompts import MediaPrompts
 from omniq.engines.omni.reply import ThinkerPrompt
-from omniq.engines.text import PromptEncoder
 from omniq.errors import InvalidRequest
 
 STAGES = ("thinker", "talker", "code2wav")
 ENGINES = {"code2wav": "omni-code2wav"}
-
-
-class Reference:
-    """The whole model in transformers."""
-
-    def __init__(self, folder: Path) -> None:
-        from transformers import Qwen3OmniMoeForConditionalGeneration
-
-        self.model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(
-            folder, dtype=torch.float32
-        ).eval()
-        self._prompts = MediaPrompts(
-            folder, PromptEncoder(folder, chat_template=True), QWEN3.processor
-        )
-        self.codes = torch.zeros(0)
-        decode, talk = self.model.code2wav.chunked_decode, self.model.talker.generate
-
-        def kept(codes: torch.Tensor, **more: Any) -> torch.Tensor:
-            self.codes = codes[0].T
-            return decode(codes, **more)
-
-        def seeded(**more: Any) -> Any:
-            torch.manual_seed(SEED)
-            return talk(**more)
-
-        self.model.code2wav.chunked_decode = kept
-        self.model.talker.generate = seeded
-
-    def answer(
-        self, messages: list[dict[str, Any]], tokens: int, codes: int, **more: Any
-    ) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-        """Tokens, frames of codes and waveform."""
-        ids, media = self._prompts.read({"messages": StageInput(messages)}, {}, 1024)
-        tensor = torch.tensor([ids])
-        made, waveform = self.model.generate(
-            input_ids=tensor,
-            attention_mask=torch.ones_like(tensor),
-            **media,
-            thinker_max_new_tokens=tokens,
-            thinker_eos_token_id=self.model.config.im_end_token_id,
-            talker_max_new_tokens=codes,
-            **more,
-        )
-        return (
-            made.sequences[0, len(ids) :].tolist()
-            if hasattr(made, "sequences")
-            else made[0, len(ids) :].tolist(),
-            self.codes,
-            waveform.reshape(-1),
-        )
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`omniq serve FOLDER` of Qwen2.5-Omni: text and speech to the OpenAI client, as they are made."""
+"""`vllm serve FOLDER --omni` of Qwen2.5-Omni: text and speech to the OpenAI client."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import numpy as np
 import openai
 import pytest
 import torch
+from omni_chat import most_apart, streamed
 from qwen_omni_reference import SEED, Reference, turn, wav
-from served import Served, served
+from served import Served, serve_omni, served
 from tiny_qwen_omni import SAMPLE_RATE, SAMPLES_A_CODE, make_qwen_omni, picture, sound
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -33,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def system(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     flags = ["--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "1024"]
-    command = [sys.executable, "-m", "omniq", "serve", str(folder), *flags]
+    command = serve_omni(folder, *flags)
     with served(tmp_path_factory.mktemp("serve"), *command, timeout=240) as running:
         yield running
 
@@ -131,6 +132,23 @@ def test_sound_comes_before_the_text_has_ended(system: Served, client: openai.Op
     file = httpx.get(f"{system.url}/v1/jobs/{job.removeprefix('chatcmpl-')}/artifacts/audio")
     with wave.open(io.BytesIO(file.raise_for_status().content)) as whole:
         assert whole.readframes(whole.getnframes()) == data
+
+
+def test_streamed_answer_equals_generate(client: openai.OpenAI, folder: Path) -> None:
+    """Of an utterance of one window: the pieces together are transformers' text and sound."""
+    messages: Any = turn("a red circle above a blue square")
+    heard = streamed(
+        client, "Ethan", model=NAME, messages=messages, max_completion_tokens=TOKENS, seed=SEED,
+        extra_body={"talker": {"max_tokens": CODES}},
+    )  # fmt: skip
+    reference = Reference(folder)
+    tokens, codes, waveform = reference.answer(
+        reference.inputs(messages), TOKENS, CODES, speaker="Ethan"
+    )
+    assert len(heard.texts) > 1
+    assert heard.text == heard.audios[-1].transcript == reference.text(tokens)
+    assert len(heard.samples) == len(codes) * SAMPLES_A_CODE
+    assert most_apart(heard.samples, waveform) < 10
 
 
 def test_jobs_stream_text_and_sound(system: Served) -> None:
