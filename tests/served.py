@@ -57,7 +57,7 @@ class Served:
             "OMNIQ_BROKER_PORT": str(broker := free_port()),
             "OMNIQ_HEARTBEAT": "0.3",
         }
-        env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", **settings}
+        self.env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", **settings}
         #: Settings of a Python client, or of a command, that is to use this system.
         self.client_settings = {
             **settings,
@@ -70,7 +70,7 @@ class Served:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=env,
+                env=self.env,
                 cwd=folder,
             )
 

@@ -1,4 +1,5 @@
-"""Dead letters: jobs that failed for good though nothing was wrong with the request.
+"""Dead letters: jobs that failed for good though nothing was wrong with the request, and those that
+succeeded without some outputs because a stage did.
 
 Such a job's record stays for ``OMNIQ_DEAD_LETTER_RETENTION``. It can be tried again: from the stage
 that failed if what that reads is still there (values in the record are; tensors are freed with the
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, Field
 
-from omniq import chain, keys
+from omniq import chain, keys, signing
 from omniq.config import PipelineConfig, get_pipeline
 from omniq.errors import (
     DeadLetterLost,
@@ -38,7 +39,9 @@ class DeadLetter(BaseModel):
 
     id: str = Field(description="The job's id, or 'message.' and a digest.")
     kind: Literal["job", "message"]
-    reason: str = Field(description="Code of the error; 'undecodable' of a message.")
+    reason: str = Field(
+        description="Code of the error; of a message 'undecodable' or 'bad_signature'."
+    )
     message: str = Field(description="The error; of a message its beginning.")
     time: float | None = Field(None, description="Unix time; unknown of messages.")
     pipeline: str | None = None
@@ -159,7 +162,19 @@ def _item_id(item: bytes) -> str:
 
 def _of_item(item: bytes) -> DeadLetter:
     text = item[:SHOWN_CHARS].decode(errors="replace")
-    return DeadLetter(id=_item_id(item), kind="message", reason="undecodable", message=text)
+    return DeadLetter(id=_item_id(item), kind="message", reason=_refused_for(item), message=text)
+
+
+def _refused_for(item: bytes) -> str:
+    try:
+        message = orjson.loads(item)
+        if isinstance(message, dict) and "headers" in message:
+            signing.check(message)
+    except signing.BadSignature as exc:
+        return exc.code
+    except orjson.JSONDecodeError:
+        pass
+    return "undecodable"
 
 
 def _of_job(job_id: str, row: dict[bytes, bytes]) -> DeadLetter:
@@ -178,7 +193,7 @@ def _of_job(job_id: str, row: dict[bytes, bytes]) -> DeadLetter:
             worker=details.get("worker"),
             deliveries=details.get("deliveries"),
         )
-    error = record.error or {}
+    error = record.error or record.stages[stage].error or {}
     try:
         pipeline, stages = _again(record, row)
         first = _first(pipeline, stages)
@@ -229,20 +244,23 @@ def _again(record: JobRecord, row: dict[bytes, bytes]) -> tuple[PipelineConfig, 
         pipeline = get_pipeline(record.spec.pipeline)
     except UnknownPipeline:
         pipeline = None
-    if pipeline is None or pipeline.topological_order() != record.spec.stages:
+    stages = record.spec.stages
+    if pipeline is not None and set(stages) <= set(pipeline.topological_order()):
+        pipeline = pipeline.only(stages)
+    if pipeline is None or pipeline.topological_order() != stages:
         raise DeadLetterLost(
             f"pipeline {record.spec.pipeline} of job {record.id} is not configured here, or has "
             "other stages than when the job was accepted"
         )
     again = {n for n, s in record.stages.items() if s.state is not StageState.SUCCEEDED}
-    for stage in reversed(record.spec.stages):
+    for stage in reversed(stages):
         if stage in again:
             again |= {
                 up
                 for up in pipeline.upstream(stage)
                 if any({"blob", "stream"} & set(output) for output in _outputs(row, up).values())
             }
-    return pipeline, [s for s in record.spec.stages if s in again]
+    return pipeline, [s for s in stages if s in again]
 
 
 def _first(pipeline: PipelineConfig, stages: list[str]) -> list[str]:

@@ -69,8 +69,15 @@ class JobSpec(BaseModel):
     tenant: str = Field("", description="Whose job it is; empty: nobody's in particular.")
     deadline: float | None = Field(None, description="Unix time after which nobody wants it.")
     metadata: dict[str, str] = Field(default_factory=dict, description="The client's own labels.")
+    formats: dict[str, str] = Field(
+        default_factory=dict, description="Of result files by output; default the pipeline's."
+    )
     stream: bool = Field(
         True, description="Whether pieces of text are wanted while they are made (stage.delta)."
+    )
+    partial: dict[str, str] = Field(
+        default_factory=dict,
+        description="If some outputs are taken without the others: the stage of each, by output.",
     )
     created: float = Field(description="Unix time.")
 
@@ -130,6 +137,13 @@ class StageRecord(BaseModel):
     error: dict[str, Any] | None = None
 
 
+class MissingOutput(BaseModel):
+    """Why a job goes on, or has ended, without one of its outputs."""
+
+    stage: str = Field(description="Which stage failed, or had not ended at the deadline.")
+    error: dict[str, Any] = Field(description="`code`, `message` and more.")
+
+
 class JobRecord(BaseModel):
     """One job as clients see it."""
 
@@ -142,6 +156,9 @@ class JobRecord(BaseModel):
         default_factory=dict, description="Small results by pipeline output name, e.g. text."
     )
     artifacts: dict[str, ArtifactInfo] = Field(default_factory=dict)
+    missing: dict[str, MissingOutput] = Field(
+        default_factory=dict, description="Outputs that it goes on, or has succeeded, without."
+    )
     error: dict[str, Any] | None = None
     replayed: bool = Field(
         False, exclude=True, description="Whether an earlier request with this key has made it."
@@ -162,6 +179,11 @@ class JobRecord(BaseModel):
         """Job id."""
         return self.spec.id
 
+    @property
+    def partial(self) -> bool:
+        """Whether it has succeeded without some of its outputs."""
+        return self.state is JobState.SUCCEEDED and bool(self.missing)
+
 
 class JobEvent(BaseModel):
     """One entry of a job's event stream.
@@ -173,7 +195,8 @@ class JobEvent(BaseModel):
     ``stage.retrying``, ``stage.requeued`` (its message was lost), ``stage.failed``,
     ``job.requeued`` (a dead letter is tried again),
     ``job.cancelling`` and one final
-    ``job.succeeded|failed|cancelled|expired``.
+    ``job.succeeded|failed|cancelled|expired``; of a partial success with ``partial`` (true) and
+    ``missing``, as :attr:`JobRecord.missing`.
     """
 
     id: str = Field(description="Redis stream id: the SSE event id, for resuming.")

@@ -139,6 +139,7 @@ class JobStore:
                     channel,
                     _dumps([ref.model_dump_json() for ref in spec.files.values()]),
                     admission.ask(spec, self.share, again=again, hook=hook, room_for=room_for),
+                    _dumps(spec.partial) if spec.partial else "",
                     *posted(posts),
                 ],
                 keys.jobs_index(),
@@ -396,7 +397,8 @@ class JobStore:
     async def fail_stage(
         self, job_id: str, stage: str, fence: int, error: dict[str, Any], traceback: str = ""
     ) -> bool:
-        """The run failed for good, and the job with it. False: refused.
+        """The run failed for good, and the job with it; but if the client takes that
+        (:attr:`JobSpec.partial`), only outputs that need the stage. False: refused.
 
         Args:
             traceback: of a failure that is not the request's own fault: the job is kept as a dead

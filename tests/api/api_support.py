@@ -169,12 +169,11 @@ class ApiServer:
             assert time.monotonic() < deadline, "the API has not come up"
             time.sleep(0.05)
 
-    def stop(self, number: int = signal.SIGTERM) -> tuple[int, float]:
-        """Exit status, and how long stopping took."""
-        begun = time.monotonic()
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Exit status; it must end long before anything that clients wait for."""
         self.process.send_signal(number)
         try:
-            return self.process.wait(10), time.monotonic() - begun
+            return self.process.wait(20)
         finally:
             self.kill()
 
@@ -217,5 +216,5 @@ def parse_sse(text: str) -> list[Sse]:
     for block in text.split("\n\n")[:-1]:
         fields = dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith(":"))
         if "event" in fields:
-            events.append(Sse(fields["id"], fields["event"], json.loads(fields["data"])))
+            events.append(Sse(fields.get("id", ""), fields["event"], json.loads(fields["data"])))
     return events

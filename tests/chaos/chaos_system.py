@@ -53,6 +53,8 @@ outputs: {{text: {{from: sum.text, type: text}}}}
 LEASE, STOPPED = 2.0, 3.5
 #: So long a job may take once nothing is done to the system any more.
 PATIENCE = 60.0
+#: So long what killed workers have written to Redis may stay after that: some leases.
+SWEPT = 5 * LEASE
 #: Keys that have no time to live, because they describe the system and not its jobs.
 LASTING = ("_kombu.", "omniq:jobs", "omniq:workers", "omniq:waiting:", "unacked_mutex")
 
@@ -71,7 +73,6 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     attempts: int = 0
-    expiring: int = 0
     seconds: float = 0.0
 
     @property
@@ -93,7 +94,6 @@ class Tally:
             ("byte-unequal", len(self.unequal)),
             ("wrong final state", len(self.wrong)),
             ("left behind", len(self.left)),
-            ("blobs in Redis left to expire", self.expiring),
             ("seconds", round(self.seconds)),
         ]
         lines = [f"{name:<36}{value:>8}" for name, value in rows]
@@ -376,6 +376,15 @@ class ChaosSystem:
             record = await store.get(job_id)
             stages = {n: (s.state.value, s.attempts) for n, s in record.stages.items()}
             self.tally.lost.append(f"{job_id} {record.state} {stages}")
+        # What a killed worker had written and not recorded is found by the others.
+        deadline = time.monotonic() + SWEPT
+        while self._blobs() and time.monotonic() < deadline:
+            await asyncio.sleep(0.2)
+
+    def _blobs(self) -> list[bytes]:
+        """Keys of blobs in Redis, whole and half written, and of the notes of them."""
+        found = ("omniq:blob:*", "omniq:part:*", keys.blob_notes())
+        return [key for pattern in found for key in self.client.scan_iter(pattern, count=1000)]
 
     async def _check(self, store: JobStore, record: JobRecord) -> None:
         tally = self.tally
@@ -406,11 +415,10 @@ class ChaosSystem:
         if held:
             left.append(f"{held} messages are noted as held")
         left += [f"unfinished: {i!r}" for i in self.client.zrange(keys.open_jobs("chaos"), 0, -1)]
+        left += [f"blob in Redis: {key!r}" for key in self._blobs()]
         for key in self.client.scan_iter(count=1000):
             name = key.decode(errors="replace")
-            if name.startswith("omniq:blob:") and self.client.ttl(key) != -1:
-                self.tally.expiring += 1  # of a run whose worker was killed before it was recorded
-            elif ":" in name and self.client.ttl(key) == -1 and not name.startswith(LASTING):
+            if ":" in name and self.client.ttl(key) == -1 and not name.startswith(LASTING):
                 left.append(f"key without expiry: {name}")
 
 

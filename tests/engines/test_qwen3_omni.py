@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,29 @@ async def test_staged_equals_generate(
     assert audio.shape == waveform.shape
     assert waveform.std() > 1e-3
     torch.testing.assert_close(audio, waveform, atol=1e-4, rtol=0)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("vllm", "torchvision"))),
+    reason="needs vllm and torchvision",
+)
+async def test_a_thinker_on_vllm(folder: Path, reference: Reference) -> None:
+    """All prompts at once, streamed to the talker: tokens, codes and waveform of ``generate``."""
+    engines = {**ENGINES, "thinker": "omni-thinker-vllm"}
+    args = {"max_model_len": 1024, "in_process": True, "max_num_batched_tokens": 64}
+    expected = [reference.answer(m, 20, 30) for m in PROMPTS.values()]
+    async with OmniStages.loaded(folder, STAGES, engines, thinker=args) as stages:
+        together = await asyncio.gather(
+            *(stages.streamed(params(), messages=m) for m in PROMPTS.values())
+        )
+    for (tokens, codes, waveform), (made, _) in zip(expected, together, strict=True):
+        assert made["thinker"].tensors["token_ids"]["token_ids"].tolist() == tokens
+        assert made["talker"].tensors["codes"]["codes"].tolist() == codes.tolist()
+        audio = made["code2wav"].tensors["audio"]["audio"]
+        assert audio.shape == waveform.shape
+        torch.testing.assert_close(audio, waveform, atol=1e-4, rtol=0)
 
 
 async def test_greedy_speech_of_another_voice(staged: OmniStages, reference: Reference) -> None:

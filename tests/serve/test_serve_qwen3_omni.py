@@ -69,12 +69,16 @@ def test_text_and_speech_equal_generate_whole_and_streamed(tmp_path: Path) -> No
     tokens, _, waveform = reference.answer(seen, TOKENS, MORE_CODES, **least)
     said = whole.choices[0].message
     assert said.audio is not None
-    assert said.content == said.audio.transcript == text_of(tokens)
+    assert said.content is not None
+    assert said.content == said.audio.transcript
+    # vLLM leaves out a character that the answer's end cuts.
+    assert said.content.rstrip("\ufffd") == text_of(tokens).rstrip("\ufffd")
     assert most_apart(samples_of(said.audio.data), waveform) < 10
     for codes, made in pieces.items():
         least = {"talker_min_new_tokens": codes}
         tokens, _, waveform = reference.answer(heard, TOKENS, codes, speaker="Chelsie", **least)
         assert len(made.texts) > 1
-        assert made.text == made.audios[-1].transcript == text_of(tokens)
+        assert made.text == made.audios[-1].transcript
+        assert made.text.rstrip("\ufffd") == text_of(tokens).rstrip("\ufffd")
         assert most_apart(made.samples, waveform) < 10
     assert len(pieces[MORE_CODES].audios) > 2
