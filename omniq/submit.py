@@ -100,6 +100,10 @@ async def submit(
         spec, nbytes = await _with_files(store, config, spec)
     record: JobRecord | None = None
     try:
+        # What workers on other hosts compare with is not this host's clock.
+        created = await store.clock.now()
+        deadline = None if timeout is None else created + timeout
+        spec = spec.model_copy(update={"created": created, "deadline": deadline})
         record = await store.create(
             spec,
             {s: config.upstream(s) for s in spec.stages},

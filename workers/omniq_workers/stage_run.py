@@ -237,7 +237,8 @@ class StageRunner:
         self, run: Run, inputs: Mapping[str, StageInput], windows: RunWindows, emit: JobEmit
     ) -> StageOutput:
         limit = self._stage.time_limit
-        left = None if run.spec.deadline is None else run.spec.deadline - time.time()
+        deadline = run.spec.deadline
+        left = None if deadline is None else deadline - await self._store.clock.now()
         request = StageRequest(
             request_id=f"{run.job_id}.{run.stage}.{run.grant.fence}",
             params=run.spec.parameters.get(run.stage, {}),
