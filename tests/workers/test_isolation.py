@@ -1,4 +1,4 @@
-"""Runs side by side, and last chances alone."""
+"""Runs side by side, and suspects alone."""
 
 from __future__ import annotations
 
@@ -44,26 +44,26 @@ async def test_who_is_to_be_alone_is_and_does_not_starve() -> None:
     runs = Runs()
     await runs.start("a")
     await runs.start("b")
-    await runs.start("last", alone=True)
+    await runs.start("suspect", alone=True)
     await runs.start("late")
     assert runs.inside == ["a", "b"]
     await runs.stop("a")
     assert runs.inside == ["b"]
     await runs.stop("b")
-    assert runs.inside == ["last"]
-    await runs.start("other last", alone=True)
-    await runs.stop("last")
-    assert runs.inside == ["other last"]
-    await runs.stop("other last")
+    assert runs.inside == ["suspect"]
+    await runs.start("other suspect", alone=True)
+    await runs.stop("suspect")
+    assert runs.inside == ["other suspect"]
+    await runs.stop("other suspect")
     assert runs.inside == ["late"]
 
 
 async def test_who_waits_to_be_alone_and_is_cancelled_holds_nobody_up() -> None:
     runs = Runs()
     await runs.start("a")
-    await runs.start("last", alone=True)
+    await runs.start("suspect", alone=True)
     await runs.start("b")
-    runs.tasks["last"].cancel()
+    runs.tasks["suspect"].cancel()
     await runs.settle()
     assert runs.inside == ["a", "b"]
 
@@ -71,10 +71,10 @@ async def test_who_waits_to_be_alone_and_is_cancelled_holds_nobody_up() -> None:
 @pytest.mark.parametrize("alone", [False, True])
 async def test_nothing_begins_once_the_engine_is_dead(alone: bool) -> None:
     runs = Runs()
-    await runs.start("last", alone=True)
+    await runs.start("suspect", alone=True)
     await runs.start("b", alone=alone)
     runs.isolation.close()
-    await runs.stop("last")
+    await runs.stop("suspect")
     assert runs.inside == []
     runs.tasks["b"].cancel()
     await runs.settle()
