@@ -1,4 +1,4 @@
-"""A run's last chance is its own: nothing else runs beside it that may end the process.
+"""A run that may be poison is by itself: nothing else runs beside it.
 
 A request that kills every engine takes along what runs beside it, again and again: all of them are
 delivered as often as it is. Which one it was shows when each runs alone.

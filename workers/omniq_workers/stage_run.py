@@ -178,7 +178,7 @@ class StageRunner:
         flight = current_flight.get()
         assert isinstance(flight, Flight)
         grant = flight.grant or await self._begin(job_id, flight)
-        if not self._is_last_chance(flight, grant):
+        if not self._is_suspect(flight, grant):
             return await self._settle(Run(job_id, stage, grant, flight), alone=False)
         # Not begun while it waits for its turn: the end of another run is none of this one.
         await self.give_back(job_id, stage, grant)
@@ -189,15 +189,16 @@ class StageRunner:
         finally:
             self._isolation.leave()
 
-    def _is_last_chance(self, flight: Flight, grant: StageGrant) -> bool:
-        """Whether the job fails if this run ends its process, as those before may have done.
+    def _is_suspect(self, flight: Flight, grant: StageGrant) -> bool:
+        """Whether it may be this run that ends its process again and again: half of its deliveries
+        are used up.
 
         Stages that stream wait for each other, and so never to be alone.
         """
         return (
             grant.verdict is Verdict.RUN
             and flight.delivery.redelivered
-            and grant.attempt >= self._stage.retry.max_deliveries
+            and 2 * grant.attempt > self._stage.retry.max_deliveries
             and not self._windows.streams_any
         )
 
