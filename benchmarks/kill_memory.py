@@ -8,8 +8,8 @@ hands back; some jobs are cancelled, and all processes collect garbage now and t
 other is killed (SIGKILL) at a random moment, also while it starts, and replaced; two are never
 killed. Then the jobs that lost their processes are cancelled and the dead are swept.
 
-Prints what is left. Exits with 1 if that is a file in /dev/shm, a key in Redis (records, and blobs
-there that no record names, have a time to live, which is waited for) or an open file of a survivor;
+Prints what is left. Exits with 1 if that is a file in /dev/shm, a key in Redis (records have a time
+to live, which is waited for) or an open file of a survivor;
 or if a consumer read anything but what was written.
 """
 
@@ -41,8 +41,10 @@ SHM = Path("/dev/shm")
 KB, MB = 1 << 10, 1 << 20
 SIZES = [64, 5 * KB, 300 * KB, 4 * MB]
 POOL = 512 * MB
-#: Seconds that records of ended jobs stay, and blobs in Redis that no record names.
-RETENTION, BLOB_TTL = 3, 20
+#: Seconds that records of ended jobs stay.
+RETENTION = 3
+#: Seconds that blobs may stay in Redis which the dead have written and not recorded.
+SWEPT = 20
 IDLE_SECONDS = 0.5
 COLLECT_EVERY = 0.3
 #: Jobs between producers and consumers, so that one does not run away from the other.
@@ -308,8 +310,11 @@ async def measure(args: argparse.Namespace, namespace: str) -> dict[str, Any]:
     ended = [connection.recv() for _, _, connection in survivors]
     for _, process, _ in survivors:
         process.join(20)
-    orphans = len(await store.redis.keys(f"{namespace}:blob:*"))
-    deadline = now() + BLOB_TTL + 60
+    deadline = now() + SWEPT
+    while (orphans := len(await store.redis.keys(f"{namespace}:blob*"))) and now() < deadline:
+        swept += await asyncio.to_thread(router.collect)
+        await asyncio.sleep(0.2)
+    deadline = now() + 60
     while (await store.list())[0] or await store.redis.keys("*"):
         if now() > deadline:
             break
@@ -320,6 +325,8 @@ async def measure(args: argparse.Namespace, namespace: str) -> dict[str, Any]:
     faults = [text for text in killed if "by itself" in text]
     faults += [f"left in /dev/shm: {p.name}" for p in files(namespace)]
     faults += [f"left in Redis: {k}" for k in keys]
+    if orphans:
+        faults.append(f"{orphans} keys of blobs in Redis after {SWEPT} s")
     faults += [
         f"a {role} that lived has {after} files open, {before} before"
         for (role, _, _), before, after in zip(survivors, opened, ended, strict=True)
@@ -337,7 +344,7 @@ async def measure(args: argparse.Namespace, namespace: str) -> dict[str, Any]:
         "left_by_the_dead": left,
         "cancelled": cancelled,
         "swept_blobs": swept,
-        "redis_blobs_left_to_expire": orphans,
+        "redis_blobs_left": orphans,
         "left_after_the_sweep": {
             "files in /dev/shm": len(files(namespace)),
             "MB in /dev/shm": megabytes(namespace),
@@ -361,7 +368,6 @@ def main() -> int:
             OMNIQ_NAMESPACE=namespace,
             OMNIQ_RETENTION=str(RETENTION),
             OMNIQ_TOMBSTONES="0",
-            OMNIQ_BLOB_TTL=str(BLOB_TTL),
         )
         CONTEXT.set_forkserver_preload(["torch", "omniq.blobs.router", "omniq.blobs.slabs.forms",
                                         "omniq.jobs.store"])  # fmt: skip
@@ -373,7 +379,7 @@ def main() -> int:
     print(
         f"{args.kills} killed in {found['seconds']:.0f} s ({found['killed']}); "
         f"{found['cancelled']} jobs cancelled, {found['swept_blobs']} blobs swept, "
-        f"{found['redis_blobs_left_to_expire']} blobs in Redis left to expire; "
+        f"{found['redis_blobs_left']} blobs in Redis left; "
         f"open files of survivors: {opened['before']} before, {opened['after']} after"
     )
     found |= {"machine": machine(), "load": load(), "time": time.strftime("%Y-%m-%d %H:%M:%S")}

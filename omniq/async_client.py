@@ -192,6 +192,7 @@ class AsyncOmniLLM:
         timeout: float | None = None,
         idempotency_key: str | None = None,
         outputs: Sequence[str] | None = None,
+        allow_partial: bool = False,
         **more: Any,
     ) -> OmniRequestOutput:
         """Serve one request; cancelling this call cancels the job.
@@ -202,6 +203,9 @@ class AsyncOmniLLM:
             idempotency_key: as in :meth:`submit`; with it the job goes on when the call is
                 cancelled.
             outputs: only these of the pipeline's; stages that none of them needs do not run.
+            allow_partial: a stage that fails for good, or has not ended at the deadline, costs only
+                the outputs that need it; the result is ``partial`` then, and says what is
+                ``missing``.
 
         Raises:
             InvalidRequest: naming every faulty field.
@@ -219,6 +223,7 @@ class AsyncOmniLLM:
             awaited=True,
             idempotency_key=idempotency_key,
             outputs=outputs,
+            allow_partial=allow_partial,
         )
         try:
             return await self.result(job_id, raise_on_error=raise_on_error)
@@ -237,6 +242,7 @@ class AsyncOmniLLM:
         timeout: float | None = None,
         idempotency_key: str | None = None,
         outputs: Sequence[str] | None = None,
+        allow_partial: bool = False,
         **more: Any,
     ) -> AsyncIterator[OmniRequestOutput]:
         """As :meth:`generate`, yielding the output as it grows; the last one is finished.
@@ -251,6 +257,7 @@ class AsyncOmniLLM:
             priority=priority,
             timeout=timeout,
             outputs=outputs,
+            allow_partial=allow_partial,
             idempotency_key=idempotency_key,
             **more,
         )
@@ -284,6 +291,7 @@ class AsyncOmniLLM:
         webhook: Webhook | None = None,
         patient: bool = False,
         outputs: Sequence[str] | None = None,
+        allow_partial: bool = False,
         part: tuple[int, int] = (0, 1),
         **more: Any,
     ) -> str:
@@ -296,7 +304,7 @@ class AsyncOmniLLM:
                 job, however often it is sent.
             webhook: is told of the job's end by the processes of the API.
             patient: wait for room as long as the system has none.
-            outputs: as of :meth:`generate`.
+            outputs, allow_partial: as of :meth:`generate`.
             part: which of how many requests with that key this one is, counted from 0.
 
         Raises:
@@ -314,6 +322,7 @@ class AsyncOmniLLM:
             webhook=webhook,
             patient=patient,
             outputs=outputs,
+            allow_partial=allow_partial,
             part=part,
         )
 

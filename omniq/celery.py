@@ -124,6 +124,7 @@ def configuration(settings: Settings) -> dict[str, Any]:
 class OmniqCelery(Celery):
     """A Celery application configured by omniq's settings, whose workers are omniq's."""
 
+    amqp_cls = "omniq.signing:SignedAMQP"
     #: Set by the worker process that has an engine: what runs stage tasks, and the engine's life.
     stage_runner: StageRunner | None = None
     service: Any = None

@@ -65,6 +65,7 @@ def early_post(
 def post_again(spec: JobSpec, pipeline: PipelineConfig, stage: str) -> Post:
     """The message that starts ``stage`` of a job whose own was lost, with all that comes behind."""
     app.follow_settings()
+    pipeline = pipeline.only(spec.stages)
     if not pipeline.is_linear:
         return post(_linked(spec, pipeline, stage, None))
     order = pipeline.topological_order()

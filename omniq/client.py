@@ -62,6 +62,7 @@ class OmniLLM:
         timeout: float | None = None,
         idempotency_key: str | None = None,
         outputs: Sequence[str] | None = None,
+        allow_partial: bool = False,
         **more: Any,
     ) -> list[OmniRequestOutput]:
         """Serve all prompts, submitted at once so that the stages overlap; results in their order.
@@ -74,6 +75,7 @@ class OmniLLM:
         Args:
             parameters: for all prompts, or one mapping for each.
             outputs: only these of the pipeline's; stages that none of them needs do not run.
+            allow_partial: as of :meth:`AsyncOmniLLM.generate`.
             more: parameters for all prompts; they win over ``parameters``.
             idempotency_key: as of :meth:`AsyncOmniLLM.submit`, of the call: each prompt has its own
                 by its number.
@@ -84,7 +86,16 @@ class OmniLLM:
             NotReady, BrokerUnavailable: as :meth:`AsyncOmniLLM.generate`.
         """
         requests = _requests(prompts, parameters, more)
-        made = self._call(self._generate(requests, priority, timeout, outputs, idempotency_key))
+        made = self._call(
+            self._generate(
+                requests,
+                idempotency_key,
+                priority=priority,
+                timeout=timeout,
+                outputs=outputs,
+                allow_partial=allow_partial,
+            )
+        )
         failed = [o for o in made if o.state is not JobState.SUCCEEDED]
         if failed and raise_on_error:
             try:
@@ -97,10 +108,8 @@ class OmniLLM:
     async def _generate(
         self,
         requests: list[tuple[Prompt, dict[str, Any]]],
-        priority: int,
-        timeout: float | None,
-        outputs: Sequence[str] | None,
         key: str | None,
+        **options: Any,
     ) -> list[OmniRequestOutput]:
         llm = self._llm
         for prompt, parameters in requests:
@@ -110,13 +119,11 @@ class OmniLLM:
                 llm.submit(
                     prompt,
                     parameters,
-                    priority=priority,
-                    timeout=timeout,
                     stream=False,
-                    outputs=outputs,
                     idempotency_key=key,
                     part=(number, len(requests)),
                     patient=True,
+                    **options,
                 )
             )
             for number, (prompt, parameters) in enumerate(requests)

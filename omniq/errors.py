@@ -91,6 +91,12 @@ class JobGone(JobNotFound):
     code = "job_gone"
 
 
+class JobUnreadable(OmniqError):
+    """A job's record was written by another version of omniq and says what this one cannot read."""
+
+    code = "job_unreadable"
+
+
 class IdempotencyConflict(OmniqError):
     """The idempotency key was used for a request that asked for something else."""
 

@@ -89,6 +89,16 @@ def open_jobs(pipeline: str) -> str:
     return f"{_ns()}:open:{pipeline}"
 
 
+def held_tenants(pipeline: str) -> str:
+    """Sorted set: tenants with jobs of the pipeline that are held back, by their turn."""
+    return f"{_ns()}:pen:{pipeline}|waits"
+
+
+def held_jobs(pipeline: str, tenant: str, level: int) -> str:
+    """List: ids of a tenant's jobs that are held back, of one priority (0 is the highest)."""
+    return f"{_ns()}:pen:{pipeline}|{tenant}|{level}"
+
+
 def api_keys() -> str:
     """Hash: tenants' API keys, hashed, by their ids."""
     return f"{_ns()}:api_keys"
@@ -130,7 +140,9 @@ def undecodable() -> str:
 
 
 def cancel_channel() -> str:
-    """Pub/sub channel: ids of jobs whose running stages must stop."""
+    """Pub/sub channel: ids of jobs whose running stages must stop, each alone or with a space and
+    the only stage that must.
+    """
     return f"{_ns()}:cancel"
 
 
@@ -173,6 +185,18 @@ def blob_chunk(blob_id: str, number: int) -> str:
 def blob_part(blob_id: str, token: str) -> str:
     """String: a chunk that one writer is still writing; in the blob's Redis Cluster slot."""
     return f"{_ns()}:part:{token}:{{{blob(blob_id)}}}"
+
+
+def blob_notes() -> str:
+    """Hash: what is in the Redis store, and its bytes: blobs by id, and such as are still being
+    written as ``<blob id>:<token>``; see :mod:`omniq.blobs.redis_sweep`.
+    """
+    return f"{_ns()}:blobs"
+
+
+def blob_sweeper() -> str:
+    """String with TTL: somebody has looked for what dead writers left in the Redis store."""
+    return f"{_ns()}:blob_sweeper"
 
 
 def host_garbage(host: str) -> str:

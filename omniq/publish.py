@@ -29,6 +29,7 @@ from redis import ConnectionPool
 from omniq import keys
 from omniq.celery import app, queue_key
 from omniq.settings import get_settings
+from omniq.signing import sign
 
 #: Name of the task that runs one stage of one job.
 STAGE = "omniq.stage"
@@ -130,31 +131,33 @@ def post(
     )
     pid = os.getpid()
     tag = next(_tags(pid))
+    headers = {
+        "lang": "py",
+        "task": STAGE,
+        "id": task_id,
+        "shadow": options.get("shadow"),
+        "eta": None,
+        "expires": None,
+        "group": None,
+        "group_index": None,
+        "retries": 0,
+        "timelimit": (None, None),
+        "root_id": root,
+        "parent_id": parent_id,
+        "argsrepr": argsrepr,
+        "kwargsrepr": kwargsrepr,
+        "origin": _origin(pid),
+        "ignore_result": True,
+        "replaced_task_nesting": 0,
+        "stamped_headers": None,
+        "stamps": {},
+    }
+    sign(headers, body)
     message = {
         "body": b64encode(body).decode(),
         "content-encoding": "utf-8",
         "content-type": "application/json",
-        "headers": {
-            "lang": "py",
-            "task": STAGE,
-            "id": task_id,
-            "shadow": options.get("shadow"),
-            "eta": None,
-            "expires": None,
-            "group": None,
-            "group_index": None,
-            "retries": 0,
-            "timelimit": (None, None),
-            "root_id": root,
-            "parent_id": parent_id,
-            "argsrepr": argsrepr,
-            "kwargsrepr": kwargsrepr,
-            "origin": _origin(pid),
-            "ignore_result": True,
-            "replaced_task_nesting": 0,
-            "stamped_headers": None,
-            "stamps": {},
-        },
+        "headers": headers,
         "properties": {
             "correlation_id": task_id,
             "reply_to": options.get("reply_to") or "",

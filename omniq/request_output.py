@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from omniq.config import Modality, PipelineConfig
 from omniq.errors import JobFailed
-from omniq.jobs.model import JobEvent, JobRecord, JobState, StageRecord
+from omniq.jobs.model import JobEvent, JobRecord, JobState, MissingOutput, StageRecord
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,6 +86,8 @@ class OmniRequestOutput:
     """Result files by name; there once the job has succeeded."""
     error: dict[str, Any] | None = None
     """``code``, ``message``, maybe ``hint`` and ``details``, of a job that failed."""
+    missing: dict[str, MissingOutput] = field(default_factory=dict)
+    """Pipeline outputs that the job goes on or has succeeded without: ``stage`` and ``error``."""
     previews: dict[int, Preview] = field(default_factory=dict)
     """The newest look at each picture that is being made, by its number; see ``preview_every``."""
     text_sources: dict[str, str] = field(default_factory=dict)
@@ -106,6 +108,7 @@ class OmniRequestOutput:
             values=dict(record.values),
             artifacts=artifacts,
             error=record.error,
+            missing=record.missing,
             text_sources={
                 name: output.source
                 for name, output in config.outputs.items()
@@ -117,6 +120,11 @@ class OmniRequestOutput:
     def finished(self) -> bool:
         """Whether the job has ended, well or not."""
         return self.state.final
+
+    @property
+    def partial(self) -> bool:
+        """Whether the job has succeeded without some of its outputs; see ``allow_partial``."""
+        return self.state is JobState.SUCCEEDED and bool(self.missing)
 
     @property
     def text(self) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from pydantic import Field, field_validator
@@ -219,6 +219,13 @@ class Settings(BaseSettings):
     max_artifact_bytes: int = Field(256 << 20, gt=0, description="Largest single artifact.")
     max_events: int = Field(
         10_000, gt=0, description="Events kept per job; older ones are trimmed."
+    )
+
+    message_keys: list[Annotated[str, Field(min_length=16)]] = Field(
+        default_factory=list,
+        description="Secrets, 16 characters at least, with which task messages are signed (JSON "
+        "list): by the first; workers refuse what none of them has signed. The same in all "
+        "processes that send or take tasks. Empty: messages are neither signed nor looked at.",
     )
 
     blob_store: Literal["auto", "shm", "redis"] = Field(

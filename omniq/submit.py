@@ -18,7 +18,7 @@ from omniq.config.request import validate_request
 from omniq.errors import BrokerUnavailable, InputTooLarge, InvalidRequest, JobNotFound
 from omniq.inputs import InputFile, read_inputs
 from omniq.jobs import webhooks
-from omniq.jobs.admission import Admission, Again, Share
+from omniq.jobs.admission import Admission, Again, Share, refusal
 from omniq.jobs.model import JobRecord, JobSpec, new_job_id
 from omniq.jobs.store import JobStore
 from omniq.settings import get_settings
@@ -44,6 +44,7 @@ async def submit(
     room_for: int = 1,
     webhook: webhooks.Webhook | None = None,
     outputs: Sequence[str] | None = None,
+    allow_partial: bool = False,
 ) -> JobRecord:
     """Validate one job, then record and enqueue it in one step: never one without the other.
 
@@ -52,6 +53,8 @@ async def submit(
     inputs become blobs, which the job's end frees. A seed that is not given is drawn here, once, so
     that retries and all stages use the same one.
     Of ``outputs`` the pipeline's others are not made: stages that none of them needs do not run.
+    With ``allow_partial`` a stage that fails for good, or has not ended at the deadline, costs only
+    the outputs that need it (:attr:`JobRecord.missing`); the job fails if no other is left.
     With ``stream`` off engines need not say text before it is whole, which costs them less.
     ``awaited``: the caller will wait for the job's end at once (:meth:`JobStore.wait`).
     ``idempotency_key``: a request with the same key and the same content that comes again, at the
@@ -81,11 +84,14 @@ async def submit(
         stream=stream,
         share=store.share,
         outputs=outputs,
+        allow_partial=allow_partial,
     )
     again = None
     if idempotency_key is not None:
         wanted = None if outputs is None else sorted(outputs)
-        asked = (pipeline, inputs, parameters or {}, priority, timeout, metadata or {}, wanted)
+        asked = [pipeline, inputs, parameters or {}, priority, timeout, metadata or {}, wanted]
+        if allow_partial:
+            asked.append("allow_partial")
         again = _again(idempotency_key, part, asked, webhook)
     hook, nbytes = None, 0
     looks = bool(config.files or get_settings().remote_media)
@@ -96,7 +102,10 @@ async def submit(
             return known
     if webhook is not None:
         hook = await webhooks.checked(webhook)
+    admission = Admission.of(config)
     if looks:
+        if get_settings().remote_media or any(name in spec.inputs for name in config.files):
+            await _would_admit(store, spec, admission, room_for)
         spec, nbytes = await _with_files(store, config, spec)
     record: JobRecord | None = None
     try:
@@ -109,7 +118,7 @@ async def submit(
             {s: config.upstream(s) for s in spec.stages},
             chain.first_posts(spec, config),
             awaited=awaited,
-            admission=Admission.of(config),
+            admission=admission,
             again=again,
             hook=hook,
             room_for=room_for,
@@ -121,7 +130,7 @@ async def submit(
 
 
 def _again(
-    key: str, part: tuple[int, int], asked: tuple[Any, ...], webhook: webhooks.Webhook | None
+    key: str, part: tuple[int, int], asked: Sequence[Any], webhook: webhooks.Webhook | None
 ) -> Again:
     if not 1 <= len(key) <= MAX_KEY or not key.isascii() or not key.isprintable():
         message = f"must be 1 to {MAX_KEY} printable ASCII characters"
@@ -168,6 +177,19 @@ async def fetch_input(store: JobStore, job_id: str, name: str) -> bytes:
     return (await store.read_artifact(record, name))[0]
 
 
+async def _would_admit(store: JobStore, spec: JobSpec, admission: Admission, room_for: int) -> None:
+    """Refuse a job before anything is done for its files: fetched, decoded, written.
+
+    Raises:
+        Overloaded, ShareUsed: it would be refused in the end.
+    """
+    ask, ttl = admission.ask(spec, store.share, room_for=room_for), get_settings().job_ttl
+    if answer := await store.run_script("would_admit", spec.id, [ask, int(ttl * 1000)]):
+        refused = refusal(answer)
+        store.usage = store.share.after(refused)
+        raise refused
+
+
 async def _with_files(
     store: JobStore, config: PipelineConfig, spec: JobSpec
 ) -> tuple[JobSpec, int]:
@@ -200,6 +222,7 @@ def make_spec(
     stream: bool = True,
     share: Share | None = None,
     outputs: Sequence[str] | None = None,
+    allow_partial: bool = False,
 ) -> JobSpec:
     """The job a valid request of that tenant describes, with a new id.
 
@@ -244,5 +267,6 @@ def make_spec(
         deadline=None if timeout is None else created + timeout,
         metadata=metadata,
         stream=stream,
+        partial={o: config.outputs[o].producer for o in wanted} if allow_partial else {},
         created=created,
     )

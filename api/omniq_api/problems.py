@@ -36,6 +36,7 @@ STATUS: dict[type[errors.OmniqError], int] = {
     errors.UnsupportedInput: 415,
     errors.JobNotFound: 404,
     errors.JobGone: 410,
+    errors.JobUnreadable: 500,
     errors.IdempotencyConflict: 409,
     errors.ShareUsed: 429,
     errors.Overloaded: 503,

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 from omniq.config import get_pipeline
 from omniq.errors import UnknownPipeline
-from omniq.jobs.model import ArtifactInfo, JobRecord, JobState, StageRecord
+from omniq.jobs.model import ArtifactInfo, JobRecord, JobState, MissingOutput, StageRecord
 from omniq.jobs.webhooks import Webhook
 
 MAX_KEYS = 64
@@ -77,6 +77,12 @@ class JobRequest(BaseModel):
         description="Only these of the pipeline's outputs; stages that none of them needs do not "
         "run. Default: all.",
     )
+    allow_partial: bool = Field(
+        False,
+        strict=True,
+        description="If a stage fails for good, or the deadline passes, the outputs that do "
+        "without it are a success all the same: `partial`, with what is `missing`.",
+    )
     priority: int = Field(5, ge=0, le=9, strict=True, description="9 is served first.")
     timeout: float | None = Field(
         None,
@@ -126,6 +132,7 @@ class JobSummary(BaseModel):
     finished: float | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
     error: dict[str, Any] | None = Field(None, description="`code`, `message` and more, if failed.")
+    partial: bool = Field(False, description="Succeeded without some outputs, as was allowed.")
     urls: JobUrls
 
 
@@ -186,6 +193,10 @@ class JobView(JobSummary):
     stages: dict[str, StageRecord]
     values: dict[str, Any] = Field(description="Small results by output name, e.g. text.")
     artifacts: list[ArtifactView]
+    missing: dict[str, MissingOutput] = Field(
+        default_factory=dict,
+        description="Outputs, by name, that the job goes on or has succeeded without.",
+    )
 
 
 class JobPage(BaseModel):
@@ -309,6 +320,7 @@ def job_view(record: JobRecord, base: str) -> JobView:
             )
             for name, info in _in_order(record)
         ],
+        missing=record.missing,
     )
 
 
@@ -344,5 +356,6 @@ def _summary_fields(record: JobRecord, base: str) -> dict[str, Any]:
         "finished": record.finished,
         "metadata": spec.metadata,
         "error": record.error,
+        "partial": record.partial,
         "urls": job_urls(base, spec.id),
     }

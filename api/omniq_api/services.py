@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated
 
 from fastapi import Depends, Request
 
 from omniq.errors import BrokerUnavailable
+from omniq.jobs.model import JobEvent
 from omniq.jobs.store import JobStore
 from omniq.jobs.webhooks import Webhook
 from omniq.jobs.workers import WorkerRegistry
@@ -20,6 +21,7 @@ from omniq.tenants import TenantKey
 from omniq_api.keys import KEY, STORE, UNKNOWN
 from omniq_api.openai_compat.faults import SERVICES
 from omniq_api.problems import ProblemError
+from omniq_api.revocation import Revocations
 from omniq_api.webhooks import Deliverer
 
 PROBE_TIMEOUT = 1.0
@@ -78,6 +80,7 @@ class Services:
         self.workers = WorkerRegistry(redis)
         self.redis = redis
         self.probe = BrokerProbe(redis)
+        self.revocations = Revocations(redis)
         self.stopping = stopping
 
     def of(self, key: TenantKey | None, idempotency_key: str | None) -> Services:
@@ -87,6 +90,17 @@ class Services:
         if key is not None:
             services.store = self.store.of(key.share)
         return services
+
+    def events(
+        self, job_id: str, after: str = "0", *, block: float
+    ) -> AsyncGenerator[JobEvent | None]:
+        """As ``JobStore.events``, until the key with which they were asked for is revoked.
+
+        Raises:
+            KeyRevoked: it has been.
+        """
+        events = self.store.events(job_id, after, block=block)
+        return self.revocations.until_revoked(self.key, events)
 
     @property
     def webhook(self) -> Webhook | None:

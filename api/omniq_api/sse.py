@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 
@@ -13,12 +14,14 @@ from starlette.types import Receive, Scope, Send
 from omniq.errors import BrokerUnavailable, InvalidRequest, JobNotFound
 from omniq.jobs.model import JobEvent
 from omniq.jobs.watcher import parse_id
+from omniq_api.revocation import KeyRevoked
 from omniq_api.waiting import ClientGone, unless_gone
 
 logger = logging.getLogger("omniq.api")
 
 HEARTBEAT = 15.0
 RECONNECT_MS = 2000
+REVOKED = "key.revoked"
 
 
 class EventStreamResponse(Response):
@@ -80,6 +83,9 @@ async def stream(events: AsyncGenerator[JobEvent | None]) -> AsyncGenerator[byte
         async with aclosing(events):
             async for event in events:
                 yield encode(event) if event is not None else b": heartbeat\n\n"
+    except KeyRevoked as exc:
+        data = orjson.dumps({"type": REVOKED, "time": time.time(), "data": {"message": str(exc)}})
+        yield b"event: %b\ndata: %b\n\n" % (REVOKED.encode(), data)
     except (BrokerUnavailable, JobNotFound) as exc:
         # The status line has been sent: what remains is to end, so that the client asks again.
         logger.warning("an event stream ended early: %s", exc)

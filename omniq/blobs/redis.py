@@ -1,8 +1,9 @@
 """The Redis blob store: for consumers on other hosts, and for what outlives its worker.
 
 A blob is one or more strings (:mod:`omniq.blobs.redis_frame`, :func:`omniq.keys.blob_chunk`). One
-chunk is written by one command. More are written under other keys, which soon expire, and renamed
-together when all are there.
+chunk is written at once. More are written under other keys, which soon expire, and renamed
+together when all are there. What is written is noted (:func:`omniq.keys.blob_notes`) in the same
+transaction: what a writer that dies leaves is found by its note (:mod:`omniq.blobs.redis_sweep`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ PART_TTL = 60
 SLOWEST = 1 << 20
 
 Buffers = Callable[[], Iterable[memoryview]]
+
+_MULTI, _EXEC = command(b"MULTI"), command(b"EXEC")
+#: Of the transaction that writes a chunk and its note.
+CHUNK_COMMANDS = 4
 
 
 class RedisStore(BlobStore):
@@ -155,7 +160,26 @@ class RedisStore(BlobStore):
         """Free; False if it was not here."""
         number = redis_frame.count_chunks(ref.nbytes, self._chunk_bytes)
         with _errors(ref.id):
-            return bool(self.client.unlink(*(keys.blob_chunk(ref.id, n) for n in range(number))))
+            pipe = self.client.pipeline(transaction=True)
+            pipe.unlink(*(keys.blob_chunk(ref.id, n) for n in range(number)))
+            pipe.hdel(keys.blob_notes(), ref.id)
+            return bool(pipe.execute()[0])
+
+    def drop_noted(self, notes: Mapping[str, int]) -> int:
+        """Free what is noted, whole or half written, by the notes' names and bytes; how many were
+        there.
+        """
+        pipe = self.client.pipeline(transaction=True)
+        for note, nbytes in notes.items():
+            blob_id, _, token = note.partition(":")
+            numbers = range(redis_frame.count_chunks(nbytes, self._chunk_bytes))
+            if token:
+                pipe.unlink(*(keys.blob_part(blob_id, f"{token}.{n}") for n in numbers))
+            else:
+                pipe.unlink(*(keys.blob_chunk(blob_id, n) for n in numbers))
+        pipe.hdel(keys.blob_notes(), *notes)
+        with _errors("that nobody needs"):
+            return sum(map(bool, pipe.execute()[:-1]))
 
     def close(self) -> None:
         """Close the connections."""
@@ -183,23 +207,26 @@ class _Writing:
         numbers = range(plan.chunks)
         self._final = [keys.blob_chunk(blob_id, n).encode() for n in numbers]
         self._parts: list[bytes] = []
+        self._notes, self._note = keys.blob_notes().encode(), blob_id.encode()
+        self._part_note = b""
         if plan.chunks > 1:
             token = plan.token.hex()
             self._parts = [keys.blob_part(blob_id, f"{token}.{n}").encode() for n in numbers]
+            self._part_note = f"{blob_id}:{token}".encode()
 
     def write(self, buffers: Iterable[memoryview]) -> str:
         """Returns the checksum."""
         chunks = redis_frame.cut(buffers, self._plan)
         try:
             if self._plan.chunks == 1:
-                self._send_chunk(self._final[0], 0, next(chunks), self._ttl)
-                self._confirmed()
+                self._send_chunk(self._final[0], 0, next(chunks), self._ttl, self._note)
+                self._confirmed(CHUNK_COMMANDS)
             else:
                 self._send_parts(chunks)
                 self._publish()
         except (ResponseError, StoreFull):
             if self._parts:
-                self._drop(self._parts)
+                self._drop(self._parts, self._part_note)
             self._wire.close()  # gives the server the memory back that it received into
             raise
         return self._digest.hexdigest()
@@ -207,18 +234,23 @@ class _Writing:
     def _send_parts(self, chunks: Iterator[list[memoryview]]) -> None:
         part_ttl = b"%d" % ((PART_TTL + self._plan.nbytes // SLOWEST) * 1000)
         for number, chunk in enumerate(chunks):
-            self._send_chunk(self._parts[number], number, chunk, part_ttl)
+            self._send_chunk(self._parts[number], number, chunk, part_ttl, self._part_note)
             if number:  # the answer to the chunk before has come while this one was sent
-                self._confirmed()
-        self._confirmed()
+                self._confirmed(CHUNK_COMMANDS)
+        self._confirmed(CHUNK_COMMANDS)
 
-    def _send_chunk(self, key: bytes, number: int, chunk: list[memoryview], ttl: bytes) -> None:
-        """``SET key <frame> PX ttl``, with the checksum computed just before the bytes go."""
+    def _send_chunk(
+        self, key: bytes, number: int, chunk: list[memoryview], ttl: bytes, note: bytes
+    ) -> None:
+        """``SET key <frame> PX ttl`` and its note, with the checksum computed just before the bytes
+        go.
+        """
+        opening = _MULTI + begin(5) + word(b"SET") + word(key)
         held: list[Buffer] = [
-            begin(5) + word(b"SET") + word(key) + b"$%d\r\n" % self._plan.frame_bytes(number),
+            opening + b"$%d\r\n" % self._plan.frame_bytes(number),
             self._plan.header(number),
         ]
-        size, commands = 0, 1
+        size, commands = 0, CHUNK_COMMANDS
         for buffer in chunk:
             for start in range(0, len(buffer), STEP):
                 piece = buffer[start : start + STEP]
@@ -228,36 +260,45 @@ class _Writing:
                 if size >= STEP:
                     self._wire.send(held, commands=commands)
                     held, size, commands = [], 0, 0
-        held.append(self._digest.digest() + b"\r\n" + word(b"PX") + word(ttl))
+        end = self._digest.digest() + b"\r\n" + word(b"PX") + word(ttl)
+        held.append(end + self._noting(note) + _EXEC)
         self._wire.send(held, commands=commands)
 
-    def _confirmed(self) -> None:
+    def _noting(self, note: bytes) -> bytes:
+        return command(b"HSET", self._notes, note, b"%d" % self._plan.nbytes)
+
+    def _confirmed(self, commands: int) -> Any:
+        """What the transaction of so many commands, its brackets included, has answered."""
         try:
-            self._wire.answer()
+            answers = [self._wire.answer() for _ in range(commands)]
         except OutOfMemoryError as exc:
             raise StoreFull(
                 f"Redis has no memory for blob {self._id} of {self._plan.nbytes} bytes",
                 hint="raise its maxmemory (OMNIQ_BROKER_MAXMEMORY), or let fewer jobs run at a "
                 "time",
             ) from exc
+        return answers[-1]
 
     def _publish(self) -> None:
         """Make the parts readable, all at once."""
-        commands = [command(b"MULTI")]
+        commands = [_MULTI]
         for part, key in zip(self._parts, self._final, strict=True):
             commands.append(command(b"RENAME", part, key))
             commands.append(command(b"PEXPIRE", key, self._ttl))
-        commands.append(command(b"EXEC"))
+        commands.append(self._noting(self._note))
+        commands.append(command(b"HDEL", self._notes, self._part_note))
+        commands.append(_EXEC)
         self._wire.send(commands, commands=len(commands))
-        *_, done = [self._wire.answer() for _ in commands]
+        done = self._confirmed(len(commands))
         if any(isinstance(answer, Exception) for answer in done):
             # This writer was stopped for longer than the parts live, or Redis evicts.
-            self._drop(self._final)
+            self._drop(self._final, self._note)
             raise StoreFull(f"Redis dropped a part of blob {self._id} while it was written")
 
-    def _drop(self, written: list[bytes]) -> None:
+    def _drop(self, written: list[bytes], note: bytes) -> None:
         self._wire.drain()
         self._wire.ask(b"UNLINK", *written)
+        self._wire.ask(b"HDEL", self._notes, note)
 
 
 def _read(wire: Wire, ref: BlobRef) -> memoryview:

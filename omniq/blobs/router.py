@@ -16,6 +16,7 @@ from omniq.blobs.base import BlobRef, BlobStore
 from omniq.blobs.choice import BlobUse, Mode, Where, choose
 from omniq.blobs.host import host_identity
 from omniq.blobs.redis import RedisStore
+from omniq.blobs.redis_sweep import RedisSweep
 from omniq.blobs.slabs import SlabStore, available
 from omniq.errors import BlobError, BlobNotFound, BlobTooLarge, ConfigError, StoreFull
 from omniq.jobs.model import JobState
@@ -56,6 +57,7 @@ class BlobRouter:
             raise ConfigError("no shared memory to keep blobs in")
         self.host, self.shm, self.redis, self.mode = host, shm, redis, mode
         self._jobs: Any = jobs or redis.client
+        self._redis_sweep = RedisSweep(redis, self._jobs)
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -193,7 +195,8 @@ class BlobRouter:
         return moved
 
     def collect(self, wanted: Callable[[str], bool] | None = None) -> int:
-        """Free this host's shared memory of ended jobs and of dead processes, for a timer.
+        """Free what ended jobs and dead processes have left on this host, and what dead writers
+        have left in Redis; for a timer.
 
         Args:
             wanted: as for :meth:`spill`.
@@ -201,7 +204,7 @@ class BlobRouter:
         Returns:
             How many blobs were freed.
         """
-        return self.collect_garbage() + self.sweep(wanted)
+        return self.collect_garbage() + self.sweep(wanted) + self._sweep_redis()
 
     def collect_garbage(self) -> int:
         """Free the blobs that ended jobs left to this host, and to the server for blobs only.
@@ -258,6 +261,11 @@ class BlobRouter:
             if not ask(job_of(ref.id)):
                 swept += self.shm.delete(ref)
         swept += self.shm.sweep(lambda blob_id: ask(job_of(blob_id)))
+        self._count("swept", swept)
+        return swept
+
+    def _sweep_redis(self) -> int:
+        swept = self._redis_sweep.run()
         self._count("swept", swept)
         return swept
 

@@ -41,7 +41,8 @@ def settings_table(*, show_secrets: bool = False) -> list[dict[str, Any]]:
         values["flower_auth"] = settings.flower_auth and (
             settings.flower_auth.partition(":")[0] + ":***"
         )
-        values["api_keys"] = ["***"] * len(settings.api_keys)
+        for name in ("api_keys", "message_keys"):
+            values[name] = ["***"] * len(values[name])
     defaults = {
         name: field.get_default(call_default_factory=True)
         for name, field in Settings.model_fields.items()

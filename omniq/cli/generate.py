@@ -39,6 +39,14 @@ from omniq.settings import get_settings
 @click.option(
     "--idempotency-key", help="Sent again with the same key, the request is the same job."
 )
+@click.option(
+    "--timeout", type=click.FloatRange(0, min_open=True), help="Seconds; then the job expires."
+)
+@click.option(
+    "--allow-partial",
+    is_flag=True,
+    help="If a stage fails, or the time is over, save what was made without it.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print what the job store knows, as JSON.")
 def generate(
     *,
@@ -49,6 +57,8 @@ def generate(
     params: tuple[str, ...],
     files: tuple[str, ...],
     idempotency_key: str | None,
+    timeout: float | None,
+    allow_partial: bool,
     as_json: bool,
 ) -> None:
     """Make one output from PROMPT and save it.
@@ -60,12 +70,20 @@ def generate(
     parameters = _parameters(params)
     if seed is not None:
         parameters["seed"] = seed
-    result = asyncio.run(_generate(pipeline, prompt, _files(files), parameters, idempotency_key))
+    options = {
+        "idempotency_key": idempotency_key,
+        "timeout": timeout,
+        "allow_partial": allow_partial,
+    }
+    result = asyncio.run(_generate(pipeline, prompt, _files(files), parameters, options))
     saved = _save(result, output)
+    for name, why in result.missing.items():
+        _note(f"warning: no {name}: stage {why.stage}: {why.error.get('message')}")
     if as_json:
         stages = {n: s.model_dump(mode="json") for n, s in result.stages.items()}
+        missing = {n: why.model_dump(mode="json") for n, why in result.missing.items()}
         echo_json({"job_id": result.job_id, "values": result.values, "stages": stages,
-                   "files": [str(f) for f in saved]})  # fmt: skip
+                   "missing": missing, "files": [str(f) for f in saved]})  # fmt: skip
         return
     if result.text is not None:
         click.echo(result.text)
@@ -103,7 +121,7 @@ async def _generate(
     text: str,
     files: dict[str, Any],
     parameters: dict[str, Any],
-    idempotency_key: str | None,
+    options: dict[str, Any],
 ) -> OmniRequestOutput:
     settings = get_settings()
     url = settings.url if not settings.embedded or await _is_up(pipeline) else None
@@ -116,7 +134,7 @@ async def _generate(
     llm.validate(prompt, parameters)  # before anything is started
     async with llm:
         final: OmniRequestOutput | None = None
-        async for final in llm.stream(prompt, parameters, idempotency_key=idempotency_key):
+        async for final in llm.stream(prompt, parameters, **options):
             _show_progress(final)
         assert final is not None
         return final

@@ -11,6 +11,7 @@ from omniq.blobs.choice import BlobUse
 from omniq.celery import queue_keys
 from omniq.cli.options import echo_json, echo_table, json_option, with_store
 from omniq.config import available_pipelines
+from omniq.jobs.admission import held_back
 from omniq.jobs.edges import EdgeStore, stores_in_use
 from omniq.jobs.store import JobStore
 from omniq.jobs.workers import WorkerInfo, WorkerRegistry
@@ -25,14 +26,14 @@ EDGES = ("PIPELINE", "EDGE", "HOST", "STORE", "WHY")
 @json_option
 def inspect(as_json: bool) -> None:
     """Workers, blob stores, edges and queues of the running system."""
-    workers, queues = with_store(_look)
+    workers, queues, held = with_store(_look)
     edges = stores_in_use(workers)
     if as_json:
         dumped = {
             name: [entry.model_dump(mode="json") for entry in entries]
             for name, entries in (("workers", workers), ("edges", edges))
         }
-        echo_json({**dumped, "queues": queues})
+        echo_json({**dumped, "queues": queues, "held_back": held})
         return
     echo_table(WORKERS, [_row(w) for w in workers])
     click.echo()
@@ -41,10 +42,18 @@ def inspect(as_json: bool) -> None:
     echo_table(EDGES, [_edge(e) for e in edges])
     click.echo()
     echo_table(("QUEUE", "WAITING"), list(queues.items()))
+    if held:
+        click.echo()
+        rows = [(p, tenant or "-", n) for p, of in held.items() for tenant, n in of.items()]
+        echo_table(("HELD BACK IN", "TENANT", "JOBS"), rows)
 
 
-async def _look(store: JobStore) -> tuple[list[WorkerInfo], dict[str, int]]:
-    """Live workers, and how many messages wait in the queues of the pipelines they serve."""
+async def _look(
+    store: JobStore,
+) -> tuple[list[WorkerInfo], dict[str, int], dict[str, dict[str, int]]]:
+    """Live workers, how many messages wait in the queues of the pipelines they serve, and how many
+    jobs of each pipeline and tenant are held back.
+    """
     workers = await WorkerRegistry(store.redis).all()
     serving = {w.pipeline for w in workers}
     names = [keys.control_queue()] + [
@@ -58,7 +67,8 @@ async def _look(store: JobStore) -> tuple[list[WorkerInfo], dict[str, int]]:
         for name in names:
             lengths = [await store.redis.llen(key) for key in queue_keys(name)]
             waiting[name] = sum(lengths)
-    return workers, waiting
+    held = {name: await held_back(store.redis, name) for name in available_pipelines()}
+    return workers, waiting, {name: of for name, of in held.items() if of}
 
 
 def _row(worker: WorkerInfo) -> tuple[object, ...]:

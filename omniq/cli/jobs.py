@@ -77,11 +77,15 @@ def events(job_id: str, follow: bool, as_json: bool) -> None:
 def _row(record: JobRecord) -> tuple[object, ...]:
     return (
         record.id,
-        record.state.value,
+        _state(record),
         record.spec.pipeline,
         f"{time.time() - record.spec.created:.0f}s",
         excerpt(record),
     )
+
+
+def _state(record: JobRecord) -> str:
+    return f"{record.state.value} (partial)" if record.partial else record.state.value
 
 
 def excerpt(record: JobRecord, length: int = 48) -> str:
@@ -94,7 +98,7 @@ def _show(record: JobRecord, as_json: bool) -> None:
     if as_json:
         echo_json(record.model_dump(mode="json"))
         return
-    click.echo(f"{record.id}  {record.state.value}  {record.spec.pipeline}")
+    click.echo(f"{record.id}  {_state(record)}  {record.spec.pipeline}")
     click.echo(f"prompt: {excerpt(record, 400)}")
     rows = []
     for name, stage in record.stages.items():
@@ -106,6 +110,9 @@ def _show(record: JobRecord, as_json: bool) -> None:
         click.echo(f"{name}: {value}")
     for info in record.artifacts.values():
         click.echo(f"file {info.name}: {info.content_type}, {info.nbytes} bytes")
+    for name, why in record.missing.items():
+        error = f"{why.error.get('code')}: {why.error.get('message')}"
+        click.echo(f"missing {name}: stage {why.stage}: {error}")
     if record.error:
         click.echo(f"error: {record.error.get('code')}: {record.error.get('message')}")
 

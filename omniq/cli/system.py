@@ -16,6 +16,7 @@ from omniq.errors import ConfigError
 from omniq.runtime.broker import run_broker
 from omniq.runtime.external import CONNECT_TIMEOUT, wait_for_server
 from omniq.runtime.machine import cpu_count
+from omniq.runtime.ports import require_api_port, require_flower_port
 from omniq.runtime.processes import all_processes, procfile
 from omniq.runtime.restart import Restarter
 from omniq.runtime.supervise import require, supervise
@@ -39,6 +40,9 @@ def up(pipeline: str, print_procfile: bool) -> None:
         click.echo(procfile(config), nl=False)
         return
     require("honcho", "flower", user="omniq up")
+    settings = get_settings()
+    require_api_port(settings.api_host, settings.api_port)
+    require_flower_port("127.0.0.1", settings.flower_port)
     # One password for Flower and for the banner that tells it.
     os.environ.setdefault("OMNIQ_FLOWER_AUTH", new_flower_auth())
     sys.exit(supervise(all_processes(config), os.environ))
@@ -64,7 +68,9 @@ def api(host: str | None, port: int | None) -> None:
     from omniq_api.main import run_api  # noqa: PLC0415 - only this process needs FastAPI
 
     settings = get_settings()
-    sys.exit(run_api(host or settings.api_host, port or settings.api_port))
+    host, port = host or settings.api_host, port or settings.api_port
+    require_api_port(host, port)
+    sys.exit(run_api(host, port))
 
 
 @click.command()
@@ -110,6 +116,7 @@ def flower(address: str) -> None:
     user, _, password = auth.partition(":")
     if not user or not password:
         raise ConfigError("OMNIQ_FLOWER_AUTH must be user:password")
+    require_flower_port(address, settings.flower_port)
     shown = password if settings.flower_auth is None else "as in OMNIQ_FLOWER_AUTH"
     click.echo(f"flower: http://{address}:{settings.flower_port} user {user}, password {shown}")
     sys.stdout.flush()

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from omniq import keys
 from omniq.celery import celery_priority
 from omniq.errors import ConfigError, Overloaded, Refused, ShareUsed
+from omniq.redis_client import Client, broker_errors
 from omniq.settings import Settings, get_settings
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from omniq.jobs.model import JobSpec
 
 TENANT = r"^[a-z0-9][a-z0-9_.-]{0,63}$"
+LEVELS = range(10)
+"""Priorities of jobs that are held back, the highest first."""
 NOBODY = ""
 """The tenant of jobs that were submitted without a tenant's key; it has no share to keep."""
 
@@ -186,6 +189,23 @@ class Admission:
 
 #: What was found last of each pipeline, by its name.
 _KNOWN: dict[str, tuple[PipelineConfig, Settings, Admission]] = {}
+
+
+async def held_back(redis: Client, pipeline: str) -> dict[str, int]:
+    """How many jobs of a pipeline are held back, of each tenant that has some.
+
+    Raises:
+        BrokerUnavailable: the broker did not answer.
+    """
+    with broker_errors():
+        tenants = [t.decode() for t in await redis.zrange(keys.held_tenants(pipeline), 0, -1)]
+        pipe = redis.pipeline(transaction=False)
+        for tenant in tenants:
+            for level in LEVELS:
+                pipe.llen(keys.held_jobs(pipeline, tenant, level))
+        lengths = await pipe.execute()
+    counts = zip(*[iter(lengths)] * len(LEVELS), strict=True)
+    return {tenant: n for tenant, of in zip(tenants, counts, strict=True) if (n := sum(of))}
 
 
 def input_bytes(spec: JobSpec) -> int:

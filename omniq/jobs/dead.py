@@ -1,4 +1,5 @@
-"""Dead letters: jobs that failed for good though nothing was wrong with the request.
+"""Dead letters: jobs that failed for good though nothing was wrong with the request, and those that
+succeeded without some outputs because a stage did.
 
 Such a job's record stays for ``OMNIQ_DEAD_LETTER_RETENTION``. It can be tried again: from the stage
 that failed if what that reads is still there (values in the record are; tensors are freed with the
@@ -14,9 +15,14 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, Field
 
-from omniq import chain, keys
+from omniq import chain, keys, signing
 from omniq.config import PipelineConfig, get_pipeline
-from omniq.errors import DeadLetterLost, DeadLetterNotFound, UnknownPipeline
+from omniq.errors import (
+    DeadLetterLost,
+    DeadLetterNotFound,
+    JobUnreadable,
+    UnknownPipeline,
+)
 from omniq.jobs.model import JobRecord, JobSpec, StageState
 from omniq.jobs.record import read_record
 from omniq.jobs.store import JobStore, posted
@@ -33,7 +39,9 @@ class DeadLetter(BaseModel):
 
     id: str = Field(description="The job's id, or 'message.' and a digest.")
     kind: Literal["job", "message"]
-    reason: str = Field(description="Code of the error; 'undecodable' of a message.")
+    reason: str = Field(
+        description="Code of the error; of a message 'undecodable' or 'bad_signature'."
+    )
     message: str = Field(description="The error; of a message its beginning.")
     time: float | None = Field(None, description="Unix time; unknown of messages.")
     pipeline: str | None = None
@@ -70,7 +78,8 @@ class DeadLetters:
             if gone:
                 await redis.zrem(keys.dead_letters(), *gone)
             items = await redis.lrange(keys.undecodable(), 0, limit - 1)
-        jobs = [_of_job(row) for row in rows if b"dead" in row]
+        both = zip(ids, rows, strict=True)
+        jobs = [_of_job(i.decode(), row) for i, row in both if b"dead" in row]
         return (jobs + [_of_item(item) for item in items])[:limit]
 
     async def get(self, letter_id: str) -> DeadLetter:
@@ -81,7 +90,7 @@ class DeadLetters:
         """
         if letter_id.startswith(MESSAGE):
             return _of_item(await self._item(letter_id))
-        return _of_job(await self._row(letter_id))
+        return _of_job(letter_id, await self._row(letter_id))
 
     async def retry(self, letter_id: str) -> JobRecord:
         """Try a job again, without its deadline; returns its record.
@@ -90,6 +99,7 @@ class DeadLetters:
             DeadLetterNotFound: there is none of that id.
             DeadLetterLost: it cannot be tried again: no job's, or of a pipeline that is not
                 configured any more or has other stages now.
+            JobUnreadable: another version of omniq may.
         """
         if letter_id.startswith(MESSAGE):
             raise DeadLetterLost(f"{letter_id} is no job's message; it can only be dropped")
@@ -103,7 +113,7 @@ class DeadLetters:
             letter_id,
             [
                 orjson.dumps(stages),
-                spec.model_dump_json(),
+                spec.to_json(),
                 int(get_settings().job_ttl * 1000),
                 *posted(posts),
             ],
@@ -152,12 +162,38 @@ def _item_id(item: bytes) -> str:
 
 def _of_item(item: bytes) -> DeadLetter:
     text = item[:SHOWN_CHARS].decode(errors="replace")
-    return DeadLetter(id=_item_id(item), kind="message", reason="undecodable", message=text)
+    return DeadLetter(id=_item_id(item), kind="message", reason=_refused_for(item), message=text)
 
 
-def _of_job(row: dict[bytes, bytes]) -> DeadLetter:
-    record, dead = read_record(row), orjson.loads(row[b"dead"])
-    stage, details, error = dead["stage"], dead.get("details") or {}, record.error or {}
+def _refused_for(item: bytes) -> str:
+    try:
+        message = orjson.loads(item)
+        if isinstance(message, dict) and "headers" in message:
+            signing.check(message)
+    except signing.BadSignature as exc:
+        return exc.code
+    except orjson.JSONDecodeError:
+        pass
+    return "undecodable"
+
+
+def _of_job(job_id: str, row: dict[bytes, bytes]) -> DeadLetter:
+    dead = orjson.loads(row[b"dead"])
+    stage, details = dead["stage"], dead.get("details") or {}
+    try:
+        record = read_record(row)
+    except JobUnreadable as exc:  # to be tried again by a process of its version
+        return DeadLetter(
+            id=job_id,
+            kind="job",
+            reason=exc.code,
+            message=exc.message,
+            time=dead["time"],
+            stage=stage,
+            worker=details.get("worker"),
+            deliveries=details.get("deliveries"),
+        )
+    error = record.error or record.stages[stage].error or {}
     try:
         pipeline, stages = _again(record, row)
         first = _first(pipeline, stages)
@@ -208,20 +244,23 @@ def _again(record: JobRecord, row: dict[bytes, bytes]) -> tuple[PipelineConfig, 
         pipeline = get_pipeline(record.spec.pipeline)
     except UnknownPipeline:
         pipeline = None
-    if pipeline is None or pipeline.topological_order() != record.spec.stages:
+    stages = record.spec.stages
+    if pipeline is not None and set(stages) <= set(pipeline.topological_order()):
+        pipeline = pipeline.only(stages)
+    if pipeline is None or pipeline.topological_order() != stages:
         raise DeadLetterLost(
             f"pipeline {record.spec.pipeline} of job {record.id} is not configured here, or has "
             "other stages than when the job was accepted"
         )
     again = {n for n, s in record.stages.items() if s.state is not StageState.SUCCEEDED}
-    for stage in reversed(record.spec.stages):
+    for stage in reversed(stages):
         if stage in again:
             again |= {
                 up
                 for up in pipeline.upstream(stage)
                 if any({"blob", "stream"} & set(output) for output in _outputs(row, up).values())
             }
-    return pipeline, [s for s in record.spec.stages if s in again]
+    return pipeline, [s for s in stages if s in again]
 
 
 def _first(pipeline: PipelineConfig, stages: list[str]) -> list[str]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from omniq.blobs.base import BlobRef
+from omniq.errors import JobUnreadable
 
 
 class JobState(StrEnum):
@@ -71,20 +72,32 @@ class JobSpec(BaseModel):
     stream: bool = Field(
         True, description="Whether pieces of text are wanted while they are made (stage.delta)."
     )
+    partial: dict[str, str] = Field(
+        default_factory=dict,
+        description="If some outputs are taken without the others: the stage of each, by output.",
+    )
     created: float = Field(description="Unix time.")
 
     def to_json(self) -> bytes:
-        """As ``model_dump_json``, without the options that it looks at."""
-        return self.__pydantic_serializer__.to_json(self)
+        """What is not at its default: workers that know less read requests that ask for no more."""
+        return self.__pydantic_serializer__.to_json(self, exclude_defaults=True)
 
     @classmethod
     def from_json(cls, text: bytes) -> JobSpec:
         """The inverse of :meth:`to_json`.
 
         Raises:
-            pydantic.ValidationError: not the JSON of a specification.
+            JobUnreadable: not the JSON of a specification as this version knows them.
         """
-        spec: JobSpec = cls.__pydantic_validator__.validate_json(text)
+        try:
+            spec: JobSpec = cls.__pydantic_validator__.validate_json(text)
+        except ValidationError as exc:
+            first = exc.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"])) or "it"
+            raise JobUnreadable(
+                f"the job's record is not one of this version of omniq: {where}: {first['msg']}",
+                hint="it may be another version's: upgrade this process, or retry the job there",
+            ) from exc
         return spec
 
 
@@ -121,6 +134,13 @@ class StageRecord(BaseModel):
     error: dict[str, Any] | None = None
 
 
+class MissingOutput(BaseModel):
+    """Why a job goes on, or has ended, without one of its outputs."""
+
+    stage: str = Field(description="Which stage failed, or had not ended at the deadline.")
+    error: dict[str, Any] = Field(description="`code`, `message` and more.")
+
+
 class JobRecord(BaseModel):
     """One job as clients see it."""
 
@@ -133,6 +153,9 @@ class JobRecord(BaseModel):
         default_factory=dict, description="Small results by pipeline output name, e.g. text."
     )
     artifacts: dict[str, ArtifactInfo] = Field(default_factory=dict)
+    missing: dict[str, MissingOutput] = Field(
+        default_factory=dict, description="Outputs that it goes on, or has succeeded, without."
+    )
     error: dict[str, Any] | None = None
     replayed: bool = Field(
         False, exclude=True, description="Whether an earlier request with this key has made it."
@@ -153,6 +176,11 @@ class JobRecord(BaseModel):
         """Job id."""
         return self.spec.id
 
+    @property
+    def partial(self) -> bool:
+        """Whether it has succeeded without some of its outputs."""
+        return self.state is JobState.SUCCEEDED and bool(self.missing)
+
 
 class JobEvent(BaseModel):
     """One entry of a job's event stream.
@@ -164,7 +192,8 @@ class JobEvent(BaseModel):
     ``stage.retrying``, ``stage.requeued`` (its message was lost), ``stage.failed``,
     ``job.requeued`` (a dead letter is tried again),
     ``job.cancelling`` and one final
-    ``job.succeeded|failed|cancelled|expired``.
+    ``job.succeeded|failed|cancelled|expired``; of a partial success with ``partial`` (true) and
+    ``missing``, as :attr:`JobRecord.missing`.
     """
 
     id: str = Field(description="Redis stream id: the SSE event id, for resuming.")
@@ -208,6 +237,8 @@ class StageGrant:
     outputs: dict[str, Any] = field(default_factory=dict)
     """With DONE: its own outputs."""
     state: JobState | None = None
+    unreadable: JobUnreadable | None = None
+    """Why there is no specification though there is a job."""
 
 
 @dataclass(slots=True)

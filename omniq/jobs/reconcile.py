@@ -22,7 +22,7 @@ import orjson
 from omniq import chain, keys
 from omniq.celery import queue_keys
 from omniq.config import PipelineConfig
-from omniq.errors import BrokerUnavailable, JobNotFound
+from omniq.errors import BrokerUnavailable, JobNotFound, JobUnreadable
 from omniq.jobs.model import JobState
 from omniq.jobs.store import JobStore, posted
 from omniq.jobs.workers import WorkerRegistry
@@ -193,6 +193,9 @@ class Reconciler:
         try:
             record = await self._store.get(lost.job)
         except JobNotFound:
+            return False
+        except JobUnreadable as exc:  # for a process of its version
+            logger.warning("job %s stage %s lost its message: %s", lost.job, lost.stage, exc)
             return False
         post = chain.post_again(record.spec, self._pipeline, lost.stage)
         seen = [lost.stage, lost.state, lost.fence, lost.since]

@@ -7,22 +7,24 @@ from typing import Any
 
 import orjson
 
-from omniq.jobs.model import ArtifactInfo, JobRecord, JobSpec, StageRecord
+from omniq.jobs.model import ArtifactInfo, JobRecord, JobSpec, JobState, StageRecord
 
-VALUE, ARTIFACT = "v:", "a:"
+VALUE, ARTIFACT, MISSING = "v:", "a:", "m:"
 #: Fields of a stage that clients see; those in the second set are JSON.
 SHOWN = frozenset(StageRecord.model_fields)
 JSON = frozenset({"metrics", "error"})
+#: States of a job that may go without some outputs.
+GOES_WITHOUT = frozenset({JobState.RUNNING, JobState.SUCCEEDED})
 
 
 @lru_cache(maxsize=4096)
 def _place(name: bytes) -> tuple[str, str]:
-    """What a field is of, a stage or ``VALUE``, ``ARTIFACT`` or '', and its name there.
+    """What a field is of, a stage or ``VALUE``, ``ARTIFACT``, ``MISSING`` or '', and its name.
 
     All jobs of a pipeline have the same fields.
     """
     field = name.decode()
-    if (kind := field[:2]) in {VALUE, ARTIFACT}:
+    if (kind := field[:2]) in {VALUE, ARTIFACT, MISSING}:
         return kind, field[2:]
     stage, _, field = field.rpartition("|")
     return stage, field
@@ -32,7 +34,7 @@ def read_record(fields: dict[bytes, bytes]) -> JobRecord:
     """The record that a job's hash holds."""
     spec = JobSpec.from_json(fields[b"spec"])
     stages: dict[str, dict[str, Any]] = {stage: {} for stage in spec.stages}
-    values, artifacts = {}, {}
+    values, artifacts, missing = {}, {}, {}
     for name, value in fields.items():
         of, field = _place(name)
         if of in stages:
@@ -44,16 +46,19 @@ def read_record(fields: dict[bytes, bytes]) -> JobRecord:
             values[field] = orjson.loads(value)
         elif of == ARTIFACT:
             artifacts[field] = ArtifactInfo.model_validate_json(value)
-    error = fields.get(b"error")
+        elif of == MISSING:
+            missing[field] = orjson.loads(value)
+    state, error = fields[b"state"].decode(), fields.get(b"error")
     return JobRecord.from_fields(
         {
             "spec": spec,
-            "state": fields[b"state"].decode(),
+            "state": state,
             "started": fields.get(b"started"),
             "finished": fields.get(b"finished"),
             "stages": stages,
             "values": values,
             "artifacts": artifacts,
+            "missing": missing if state in GOES_WITHOUT else {},
             "error": None if error is None else orjson.loads(error),
         }
     )

@@ -8,10 +8,11 @@ task was delivered again elsewhere cannot double or overwrite anything.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
@@ -22,6 +23,7 @@ from omniq.errors import (
     InvalidRequest,
     JobGone,
     JobNotFound,
+    JobUnreadable,
 )
 from omniq.jobs.admission import NOBODY, Admission, Again, Share, Usage, refusal
 from omniq.jobs.clock import ServerClock
@@ -45,8 +47,7 @@ from omniq.publish import Post, event_channel
 from omniq.redis_client import Client, broker_errors, connect
 from omniq.settings import get_settings
 
-if TYPE_CHECKING:
-    pass
+logger = logging.getLogger(__name__)
 
 PAGE = 200
 
@@ -139,6 +140,7 @@ class JobStore:
                     channel,
                     _dumps([ref.model_dump_json() for ref in spec.files.values()]),
                     admission.ask(spec, self.share, again=again, hook=hook, room_for=room_for),
+                    _dumps(spec.partial) if spec.partial else "",
                     *posted(posts),
                 ],
                 keys.jobs_index(),
@@ -258,7 +260,11 @@ class JobStore:
             for at, row in zip(places, rows, strict=True):
                 if not row or (place is not None and at >= place):
                     continue
-                record = read_record(row)
+                try:
+                    record = read_record(row)
+                except JobUnreadable as exc:
+                    logger.warning("job %s is not listed: %s", at[1], exc.message)
+                    continue
                 if (states and record.state not in states) or (
                     pipeline and record.spec.pipeline != pipeline
                 ):
@@ -396,7 +402,8 @@ class JobStore:
     async def fail_stage(
         self, job_id: str, stage: str, fence: int, error: dict[str, Any], traceback: str = ""
     ) -> bool:
-        """The run failed for good, and the job with it. False: refused.
+        """The run failed for good, and the job with it; but if the client takes that
+        (:attr:`JobSpec.partial`), only outputs that need the stage. False: refused.
 
         Args:
             traceback: of a failure that is not the request's own fault: the job is kept as a dead
@@ -560,11 +567,18 @@ def read_grant(answer: Sequence[Any]) -> StageGrant:
     verdict, fence, attempt, spec, payload, state = answer
     found = Verdict(verdict.decode())
     body = orjson.loads(payload)
+    known, unreadable = None, None
+    if spec:
+        try:
+            known = JobSpec.from_json(spec)
+        except JobUnreadable as exc:
+            unreadable = exc
     return StageGrant(
         verdict=found,
         fence=int(fence),
         attempt=int(attempt),
-        spec=JobSpec.from_json(spec) if spec else None,
+        spec=known,
+        unreadable=unreadable,
         upstream=body if found is Verdict.RUN else {},
         outputs=body if found is Verdict.DONE else {},
         state=JobState(state.decode()) if state else None,

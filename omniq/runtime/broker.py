@@ -7,12 +7,10 @@ terminal's Ctrl-C reaches it, and this wrapper keeps it until nobody is connecte
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +27,7 @@ from omniq.blobs.slabs.sweep import sweep
 from omniq.errors import BrokerUnavailable, ConfigError
 from omniq.runtime.external import watch
 from omniq.runtime.parent import die_with_parent
+from omniq.runtime.ports import require_free
 from omniq.settings import Settings, get_settings
 
 LINGER = 4.0
@@ -82,7 +81,12 @@ class _Embedded:
 
     def serve(self, stop: _StopSignals) -> int:
         binary = server_binary()
-        _require_free(self.port)
+        require_free(
+            "127.0.0.1",
+            self.port,
+            "is another omniq running here? Stop it, choose another OMNIQ_BROKER_PORT, or use "
+            f"that server with OMNIQ_BROKER_URL=redis://127.0.0.1:{self.port}/0",
+        )
         lock = None if self.ephemeral else _lock(self.settings.data_dir)
         server = self._start(binary, lock)
         try:
@@ -196,22 +200,6 @@ def server_binary() -> Path:
         return Path(get_binary_path())
     except ValkeyBinaryNotFoundError as exc:
         raise ConfigError(f"no embedded Valkey for this platform: {exc}", hint=hint) from exc
-
-
-def _require_free(port: int) -> None:
-    with socket.socket() as probe:
-        # As the server itself does: a port in TIME_WAIT is free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as exc:
-            if exc.errno != errno.EADDRINUSE:
-                raise ConfigError(f"cannot listen on 127.0.0.1:{port}: {exc}") from exc
-            raise ConfigError(
-                f"port {port} on 127.0.0.1 is in use",
-                hint="is another omniq running here? Stop it, choose another OMNIQ_BROKER_PORT, "
-                f"or use that server with OMNIQ_BROKER_URL=redis://127.0.0.1:{port}/0",
-            ) from exc
 
 
 def _lock(folder: Path) -> IO[str]:

@@ -11,6 +11,7 @@ import yaml
 
 from omniq.config import PipelineConfig
 from omniq.config.loader import available_pipelines
+from omniq.runtime.ports import require_api_port
 from omniq.runtime.processes import served_processes
 from omniq.runtime.supervise import require, supervise
 from omniq.serve.flags import ServeFlags, parse
@@ -76,9 +77,12 @@ class OmniServeCommand:
         """Start everything and stay until it ends; returns the exit status.
 
         Raises:
-            ConfigError: the extra omniq[monitor], whose honcho runs the processes, is missing.
+            ConfigError: the extra omniq[monitor], whose honcho runs the processes, is missing, or
+                the API's port is in use.
         """
         require("honcho", user="omniq serve")
+        settings = get_settings()
+        require_api_port(self.flags.host or settings.api_host, self.flags.port or settings.api_port)
         return supervise(served_processes(self.pipeline), {**os.environ, **self.environment()})
 
 

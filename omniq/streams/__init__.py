@@ -7,7 +7,7 @@ resuming behind a given chunk, and refusing what an outdated run writes are Redi
 
 from omniq.streams.entries import Entry, Kind
 from omniq.streams.reader import ChunkReader
-from omniq.streams.store import ChunkStreams, Refused, StreamBroken, UpstreamLost
+from omniq.streams.store import ChunkStreams, Refused, StreamBroken, Unread, UpstreamLost
 from omniq.streams.writer import ChunkWriter, Follower
 
 __all__ = [
@@ -19,5 +19,6 @@ __all__ = [
     "Kind",
     "Refused",
     "StreamBroken",
+    "Unread",
     "UpstreamLost",
 ]

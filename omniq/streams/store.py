@@ -33,6 +33,10 @@ class Refused(Exception):
     """The run is no longer wanted: cancelled, ended, or another one took over."""
 
 
+class Unread(Exception):
+    """The job goes on without the stages that read the stream."""
+
+
 class UpstreamLost(Exception):
     """The run that wrote the stream is gone; the reading run has been released with it."""
 
@@ -99,10 +103,12 @@ class ChunkStreams:
     async def append(
         self, run: RunKey, output: str, entry: Entry, limits: Mapping[str, int]
     ) -> bool:
-        """Write one entry. False: a reader is as many chunks behind as ``limits`` allows it.
+        """Write one entry. False: a reader is as many chunks behind as ``limits`` allows it; 0
+        allows any number.
 
         Raises:
             Refused: the run is not wanted.
+            Unread: the entry is not kept, because nobody will read it.
         """
         job_id, stage, fence = run
         done = await self._run(
@@ -122,6 +128,8 @@ class ChunkStreams:
             *(keys.stream_taken(job_id, stage, output, reader) for reader in limits),
         )
         _demand(done)
+        if done == -2:
+            raise Unread
         return bool(done > 0)
 
     async def renew(self, run: RunKey) -> None:

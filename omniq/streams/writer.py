@@ -15,7 +15,7 @@ from omniq.streams.store import ChunkStreams, RunKey
 @dataclass(frozen=True, slots=True)
 class Follower:
     """A stage that reads the stream: sent for when ``window`` chunks are there, and never more than
-    ``limit`` chunks behind.
+    ``limit`` chunks behind; 0: any number.
     """
 
     stage: str
@@ -57,6 +57,7 @@ class ChunkWriter:
 
         Raises:
             Refused: the run is no longer wanted.
+            Unread: the stages that read it are not wanted any more.
             RuntimeError: the stream has been closed.
         """
         if self.closed:

@@ -217,5 +217,5 @@ def parse_sse(text: str) -> list[Sse]:
     for block in text.split("\n\n")[:-1]:
         fields = dict(line.split(": ", 1) for line in block.split("\n") if not line.startswith(":"))
         if "event" in fields:
-            events.append(Sse(fields["id"], fields["event"], json.loads(fields["data"])))
+            events.append(Sse(fields.get("id", ""), fields["event"], json.loads(fields["data"])))
     return events

@@ -16,9 +16,11 @@ from safetensors.numpy import load
 from omniq.blobs import RedisStore
 from omniq.blobs.base import BlobRef
 from omniq.config import available_pipelines
+from omniq.jobs.admission import Share
 from omniq.jobs.model import ArtifactInfo, JobState, StageResult
 from omniq.jobs.store import JobStore
 from omniq.settings import get_settings
+from omniq.tenants import TenantKeys
 
 PIPELINE = """
 name: edit
@@ -177,6 +179,33 @@ async def test_a_job_that_finds_no_room_for_all_its_files_leaves_none(
     assert answer.status == 503
     assert (await store.list())[0] == []
     assert await store.redis.keys("omniq:blob:*") == []
+
+
+@pytest.mark.parametrize("whose", ["share", "system"])
+async def test_a_job_that_is_refused_has_no_file_looked_at_or_written(
+    client: httpx.AsyncClient, store: JobStore, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    if whose == "share":
+        key, _ = await TenantKeys(store.redis).create(Share(tenant="ada", max_jobs=1))
+        client.headers["authorization"] = f"Bearer {key}"
+    else:
+        monkeypatch.setenv("OMNIQ_MAX_JOBS", "1")
+        get_settings.cache_clear()
+    assert (await client.post("/v1/jobs", json=body_with(DATA_URL))).status_code == 202
+    (there,) = await store.redis.keys("omniq:blob:*")
+    touched: list[str] = []
+    monkeypatch.setattr(RedisStore, "put_bytes", lambda *_: touched.append("written"))
+    for image in (DATA_URL, "data:image/png;base64,AAAA"):
+        response = await client.post("/v1/jobs", json=body_with(image))
+        expected = (429, "share_used") if whose == "share" else (503, "overloaded")
+        assert (problem(response).status, problem(response).code) == expected
+        assert int(response.headers["retry-after"]) >= 1
+    assert not touched
+    assert await store.redis.keys("omniq:blob:*") == [there]
+    assert (
+        await store.redis.get("omniq:inputs:bytes")
+        == str(int((await store.list())[0][0].spec.files["image"].nbytes)).encode()
+    )
 
 
 async def test_faulty_forms(client: httpx.AsyncClient) -> None:

@@ -13,15 +13,17 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from api_support import begin, only_job
+from api_support import begin, only_job, state_is
 
 from omniq.config import available_pipelines
-from omniq.jobs.model import StageResult
+from omniq.jobs.admission import Share
+from omniq.jobs.model import JobState, StageResult
 from omniq.jobs.store import JobStore
 from omniq.serve.command import pipeline_yaml
 from omniq.serve.flags import ServeFlags
 from omniq.serve.target import resolve_model
 from omniq.settings import get_settings
+from omniq.tenants import TenantKeys
 
 BODY = {"model": "lm", "messages": [{"role": "user", "content": "hello"}]}
 EMBEDDER = """
@@ -138,6 +140,23 @@ async def test_a_job_that_fails_before_the_first_token_has_its_status(
     found = response.json()["error"]
     assert "no luck" in found["message"]
     assert found["param"] == param
+
+
+async def test_a_stream_whose_key_is_revoked_ends_with_an_error(
+    client: httpx.AsyncClient, store: JobStore
+) -> None:
+    key, entry = await TenantKeys(store.redis).create(Share(tenant="ada"))
+    client.headers["authorization"] = f"Bearer {key}"
+    asking = await streamed(client)
+    job_id = await only_job(store)
+    fence = await begin(store, job_id, "ar")
+    await store.delta(job_id, "ar", fence, "text", {"text": "so far", "index": 0})
+    await asyncio.sleep(0.2)
+    assert await TenantKeys(store.redis).revoke(entry.id)
+    async with asyncio.timeout(20):
+        *_, last = chunks(await asking)
+    assert last["error"]["code"] == "invalid_api_key"
+    await state_is(store, job_id, JobState.CANCELLING)
 
 
 async def test_a_job_that_fails_later_ends_its_stream_with_the_error(

@@ -11,7 +11,17 @@ from typing import Any
 
 import httpx
 import pytest
-from api_support import BODY, PNG, PROMPT, begin, eventually, play, problem, state_is
+from api_support import (
+    BODY,
+    PNG,
+    PROMPT,
+    begin,
+    eventually,
+    parse_sse,
+    play,
+    problem,
+    state_is,
+)  # fmt: skip
 from click.testing import CliRunner
 from fastapi import FastAPI
 from redis import Redis
@@ -147,6 +157,26 @@ async def test_keys_are_kept_hashed_and_a_revoked_one_is_refused(
     while (await ada.get("/v1/jobs")).status_code != 401:
         assert time.monotonic() < until
         await asyncio.sleep(0.05)
+
+
+async def test_an_event_stream_ends_when_its_key_is_revoked(as_: Client, store: JobStore) -> None:
+    """Also while nothing happens; that of another key goes on, and so does the job."""
+    key = await key_of(store, "ada")
+    ada, other = as_(key), as_(await key_of(store, "ada"))
+    job_id = (await ada.post("/v1/jobs", json=BODY)).json()["id"]
+    path = f"/v1/jobs/{job_id}/events"
+    ended, goes_on = (asyncio.create_task(c.get(path)) for c in (ada, other))
+    await asyncio.sleep(0.2)
+    assert await TenantKeys(store.redis).revoke(key.split("_")[1])
+    async with asyncio.timeout(20):
+        *_, queued, last = parse_sse((await ended).text)
+    assert (queued.type, last.type, last.id) == ("job.queued", "key.revoked", "")
+    assert "revoked" in last.data["data"]["message"]
+    assert (await ada.get(path)).status_code == 401
+    assert not goes_on.done()
+    await play(store, job_id)
+    async with asyncio.timeout(20):
+        assert parse_sse((await goes_on).text)[-1].type == "job.succeeded"
 
 
 async def test_the_first_tenants_key_closes_an_open_system(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import chaos_engines
 import redis
 from chaos_load import Load
-from chaos_processes import FILES_SLACK, MEMORY_SLACK, STAGES, Processes
+from chaos_processes import FILES_SLACK, LEASE, MEMORY_SLACK, STAGES, Processes
 from support import blobs_in
 
 from omniq import keys
@@ -19,6 +19,8 @@ from omniq.jobs.model import JobRecord, JobState
 
 #: So long nothing may end, with jobs unfinished, once nothing is done to the system any more.
 PATIENCE = 90.0
+#: So long what killed workers have written to Redis may stay after that: some leases.
+SWEPT = 5 * LEASE
 #: How long what a process holds may take to be let go of.
 CALM = 30.0
 #: Keys that have no time to live, because they describe the system and not its jobs.
@@ -50,7 +52,6 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     attempts: int = 0
-    expiring: int = 0
     readers: tuple[int, int] = (0, 0)
     files: int = 0
     memory: int = 0
@@ -83,7 +84,6 @@ class Tally:
             ("byte-unequal", len(self.unequal)),
             ("wrong final state", len(self.wrong)),
             ("left behind", len(self.left)),
-            ("blobs in Redis left to expire", self.expiring),
             ("open files above idle, the most", self.files),
             ("MB above idle, the most", self.memory >> 20),
             ("age of the oldest process, s", round(self.oldest)),
@@ -120,6 +120,15 @@ class Checks:
             stages = {n: (s.state.value, s.attempts) for n, s in record.stages.items()}
             prompt = record.spec.inputs["prompt"]
             self.tally.lost.append(f"{job_id} {record.state} {stages} {prompt}")
+        # What a killed worker had written and not recorded is found by the others.
+        deadline = time.monotonic() + SWEPT
+        while self._blobs() and time.monotonic() < deadline:
+            await asyncio.sleep(0.2)
+
+    def _blobs(self) -> list[bytes]:
+        """Keys of blobs in Redis, whole and half written, and of the notes of them."""
+        found = ("omniq:blob:*", "omniq:part:*", keys.blob_notes())
+        return [key for pattern in found for key in self.client.scan_iter(pattern, count=1000)]
 
     async def _check(self, record: JobRecord) -> None:
         tally = self.tally
@@ -178,11 +187,10 @@ class Checks:
         if held:
             left.append(f"{held} messages are noted as held")
         left += [f"unfinished: {i!r}" for i in self.client.zrange(keys.open_jobs("chaos"), 0, -1)]
+        left += [f"blob in Redis: {key!r}" for key in self._blobs()]
         for key in self.client.scan_iter(count=1000):
             name = key.decode(errors="replace")
-            if name.startswith("omniq:blob:") and self.client.ttl(key) != -1:
-                self.tally.expiring += 1  # of a run whose worker was killed before it was recorded
-            elif ":" in name and self.client.ttl(key) == -1 and not name.startswith(LASTING):
+            if ":" in name and self.client.ttl(key) == -1 and not name.startswith(LASTING):
                 left.append(f"key without expiry: {name}")
         for log in self.processes.folder.glob("*.log"):
             self.tally.to_redis += log.read_bytes().count(b"no room for")

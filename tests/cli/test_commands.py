@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import free_port
 
 from omniq import __version__
 from omniq.cli.main import COMMANDS
@@ -207,3 +209,31 @@ def test_an_output_that_cannot_be_written_is_refused_before_any_work() -> None:
     done = omniq("generate", "a red circle", "-o", "/nowhere/x.png")
     assert done.returncode == 2
     assert "no folder to write to" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "setting"),
+    [
+        (("api",), "OMNIQ_API_PORT"),
+        (("flower",), "OMNIQ_FLOWER_PORT"),
+        (("up",), "OMNIQ_API_PORT"),
+        (("up",), "OMNIQ_FLOWER_PORT"),
+    ],
+)
+def test_port_in_use_is_a_clear_error(command: tuple[str, ...], setting: str) -> None:
+    """Before anything is started."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        free = {"OMNIQ_API_PORT": str(free_port()), "OMNIQ_FLOWER_PORT": str(free_port())}
+        done = omniq(*command, **{**free, setting: port, "OMNIQ_FLOWER_AUTH": "a:b"})
+    assert done.returncode == 2
+    assert f"port {port} on 127.0.0.1 is in use" in done.stderr
+    assert setting in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+def test_host_of_another_machine_is_a_clear_error() -> None:
+    done = omniq("api", "--host", "192.0.2.1")
+    assert done.returncode == 2
+    assert "cannot listen on 192.0.2.1" in done.stderr

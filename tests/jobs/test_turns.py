@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import collections
 import itertools
+import json
+import re
 from typing import Any
 
 import pytest
@@ -20,13 +22,15 @@ from admission_helpers import (
     serve,
     take,
 )
+from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from omniq import keys
 from omniq.celery import celery_priority, queue_keys
+from omniq.cli.inspect import inspect
 from omniq.config import available_pipelines, get_pipeline
-from omniq.jobs.admission import Share
+from omniq.jobs.admission import Share, held_back
 from omniq.jobs.dead import DeadLetters
 from omniq.jobs.model import JobRecord, JobState, Verdict
 from omniq.jobs.reconcile import Reconciler
@@ -110,6 +114,22 @@ async def test_nothing_is_left_of_jobs_that_end_while_they_are_held_back(
     last = await new(store, ADA)
     assert await drain(store) == [*first, last.id]
     assert not await store.redis.keys("omniq:pen:*")
+
+
+async def test_inspect_counts_jobs_that_are_held_back(store: JobStore, setting: Any) -> None:
+    setting("fair_window", 2)
+    await let_share(store)
+    for share, count in ((ADA, 7), (BOB, 4)):
+        for i in range(count):
+            await new(store, share, priority=i % 10)
+    held = await held_back(store.redis, PIPELINE)
+    assert held == {"ada": 5, "bob": 4}
+    seen = await asyncio.to_thread(CliRunner().invoke, inspect, ["--json"])
+    assert json.loads(seen.output)["held_back"] == {PIPELINE: held}
+    table = (await asyncio.to_thread(CliRunner().invoke, inspect, [])).output
+    assert re.search(rf"{PIPELINE} +ada +5\n{PIPELINE} +bob +4", table), table
+    await drain(store)
+    assert await held_back(store.redis, PIPELINE) == {}
 
 
 async def test_jobs_held_back_are_not_taken_for_lost(store: JobStore, setting: Any) -> None:

@@ -26,7 +26,8 @@ def note(*words: object) -> None:
 class Scripted(Engine):
     """``sleep=S``, ``until=NOTE`` (waits for that note), ``retry=N`` (fail N times), ``die=N``
     (exit N times), ``invalid``, ``error``, ``dead=N`` (the engine dies N times), ``stuck=N`` (does
-    not stop, N times), ``tensors`` (sends one), ``say=TEXT`` (streams it).
+    not stop, N times), ``tensors`` (sends one), ``bytes=N`` (one of so many bytes), ``say=TEXT``
+    (streams it).
     """
 
     name = "scripted"
@@ -85,9 +86,15 @@ class Scripted(Engine):
                 import torch
 
                 tensors = {"text": {"t": torch.arange(6).reshape(2, 3)}}
+            elif verb == "bytes":
+                import torch
+
+                tensors = {"text": {"t": torch.zeros(int(argument), dtype=torch.uint8)}}
+                note("bytes", me, job)
         for name, item in inputs.items():
             if item.tensors:
-                note("tensors", me, name, item.tensor.tolist())
+                few = item.tensor.numel() < 1000
+                note("tensors", me, name, item.tensor.tolist() if few else item.tensor.shape)
         note("done", me, job)
         return StageOutput(
             values={"text": prompt}, tensors=tensors, metrics={"inputs": len(inputs)}

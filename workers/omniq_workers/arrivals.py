@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery.utils.log import get_logger
 
+from omniq import signing
 from omniq_workers.messages import ACCEPT, Message, loads_leniently
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Arrivals:
 
         try:
             message = Message(raw, channel=self._channel, accept=ACCEPT)
-            if self.start_ahead(message, slot, grant):
+            if _signed(raw) and self.start_ahead(message, slot, grant):
                 self._ahead.append((message, queue))
                 return
         except Exception:  # delivering it shows what is wrong, to those who set it aside
@@ -133,6 +134,14 @@ class Arrivals:
         slot = self._slots.pop(tag, None)
         if slot is not None and slot.intake.holds(tag) and self._loop is not None:
             self._loop.call(slot.free)
+
+
+def _signed(raw: dict[str, Any]) -> bool:
+    try:
+        signing.check(raw)
+    except signing.BadSignature:
+        return False  # those who deliver it set it aside
+    return True
 
 
 def _not_now(*_: object) -> bool:

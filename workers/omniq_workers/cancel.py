@@ -18,9 +18,10 @@ RECONNECT_SECONDS = 0.5
 
 
 async def listen(
-    on_cancel: Callable[[str], object], on_subscribed: Callable[[], Awaitable[object]]
+    on_cancel: Callable[[str, str], object], on_subscribed: Callable[[], Awaitable[object]]
 ) -> None:
-    """Call ``on_cancel(job id)`` for every announced cancellation, until this task is cancelled.
+    """Call ``on_cancel(job id, stage)`` for every announced cancellation, until this task is
+    cancelled; stage is empty if the whole job is.
 
     Announcements are not kept for those who are not connected: ``on_subscribed`` is awaited after
     every new subscription, to look for what was missed.
@@ -37,7 +38,8 @@ async def listen(
                             ignore_subscribe_messages=True, timeout=LISTEN_SECONDS
                         )
                         if message is not None:
-                            on_cancel(message["data"].decode())
+                            job_id, _, stage = message["data"].decode().partition(" ")
+                            on_cancel(job_id, stage)
             except (*UNAVAILABLE, BrokerUnavailable) as exc:
                 logger.warning("cancellations are not heard: %s", exc)
                 await asyncio.sleep(RECONNECT_SECONDS)

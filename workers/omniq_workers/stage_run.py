@@ -130,20 +130,22 @@ class StageRunner:
 
     # -- cancellation ------------------------------------------------------------------------
 
-    def cancel_job(self, job_id: str) -> None:
-        """Stop whatever runs here for that job."""
+    def cancel_job(self, job_id: str, stage: str = "") -> None:
+        """Stop whatever runs here for that job, or for that stage of it."""
         for run in self._runs:
-            if run.job_id == job_id:
+            if run.job_id == job_id and stage in ("", run.stage):
                 run.cancel()
 
     async def look_for_cancelled(self) -> None:
         """Stop runs whose cancellation was announced while nobody listened."""
         for run in list(self._runs):
             try:
-                state = (await self._store.get(run.job_id)).state
+                record = await self._store.get(run.job_id)
             except JobNotFound:
-                state = None
-            if state is not JobState.RUNNING:
+                run.cancel()
+                continue
+            given_up = record.stages[run.stage].state is StageState.CANCELLED
+            if record.state is not JobState.RUNNING or given_up:
                 run.cancel()
 
     async def revoked(self, job_id: str, stage: str) -> None:
@@ -214,6 +216,10 @@ class StageRunner:
         if grant.verdict is not Verdict.RUN:
             logger.info("job %s stage %s: nothing to run (%s)", job_id, stage, grant.verdict)
             raise Ignore(grant.verdict.value)
+        if (unreadable := grant.unreadable) is not None:
+            at = (job_id, stage, grant.fence, unreadable.to_dict(), traceback_of(unreadable))
+            await through_outage(lambda _: self._store.fail_stage(*at))
+            raise unreadable
         self._runs.add(run)
         entered = False
         try:

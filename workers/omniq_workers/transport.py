@@ -32,7 +32,7 @@ from kombu.transport import virtual
 from kombu.utils import json as kombu_json
 from redis.exceptions import ConnectionError, OutOfMemoryError
 
-from omniq import keys
+from omniq import keys, signing
 from omniq_workers import messages
 from omniq_workers.arrivals import Arrivals
 from omniq_workers.notes import Notes
@@ -336,7 +336,11 @@ class Channel(kombu_redis.Channel):
     def deliver(self, raw: dict[str, Any], queue: str) -> None:
         """Deliver a message that is noted as received."""
         self.noted.add(raw["properties"]["delivery_tag"])
-        self._guarded(partial(self.connection._deliver, raw, queue), raw, queue)
+        self._guarded(partial(self._deliver_signed, raw, queue), raw, queue)
+
+    def _deliver_signed(self, raw: dict[str, Any], queue: str) -> None:
+        signing.check(raw)
+        self.connection._deliver(raw, queue)
 
     def _guarded(self, deliver: Callable[[], object], raw: dict[str, Any], queue: str) -> None:
         """Deliver a message; set it aside if it is not what those expect who get it."""
@@ -344,10 +348,11 @@ class Channel(kombu_redis.Channel):
             deliver()
         except (*self.connection_errors, *self.connection.channel_errors):
             raise
-        except Exception:  # whatever is wrong with this one, the next one may be right
-            logger.exception(
-                "a message of queue %s cannot be taken; it lies in list %s",
-                queue, self.undecodable_key,
+        except Exception as exc:  # whatever is wrong with this one, the next one may be right
+            logger.error(
+                "a message of queue %s cannot be taken (%s); it lies in list %s",
+                queue, exc, self.undecodable_key,
+                exc_info=None if isinstance(exc, signing.BadSignature) else exc,
             )  # fmt: skip
             tag = raw["properties"]["delivery_tag"]
             self._set_aside(kombu_json.dumps(raw).encode())

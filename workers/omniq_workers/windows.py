@@ -12,6 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Self
@@ -23,7 +24,15 @@ from omniq.chain import early_post
 from omniq.config import PipelineConfig
 from omniq.engines.base import Cancelled, Chunk, StageInput, StageOutput
 from omniq.errors import BlobError, BrokerUnavailable, EngineError, OmniqError
-from omniq.streams import ChunkReader, ChunkStreams, ChunkWriter, Follower, Refused, UpstreamLost
+from omniq.streams import (
+    ChunkReader,
+    ChunkStreams,
+    ChunkWriter,
+    Follower,
+    Refused,
+    Unread,
+    UpstreamLost,
+)
 from omniq.streams.store import BEATS, lease
 from omniq_workers.channel import Channel, Item
 from omniq_workers.outage import through_outages
@@ -85,10 +94,12 @@ class RunWindows:
         self._writers: dict[str, ChunkWriter] = {}
         #: Stages behind that the job has.
         self._followers = {
-            output: found
+            output: [self._bound(f) for f in found]
             for output, of in windows.followers.items()
             if (found := [f for f in of if f.stage in run.spec.stages])
         }
+        #: Outputs that nobody reads any more.
+        self._unread: set[str] = set()
         #: When the engine first said something of an output that is the pipeline's; Unix time.
         self.first_output: float | None = None
         self._full: set[str] = set()
@@ -207,6 +218,15 @@ class RunWindows:
 
     # -- handing on --------------------------------------------------------------------------
 
+    def _bound(self, follower: Follower) -> Follower:
+        """Where the client takes what this stage makes without what the follower makes, the stage
+        does not wait for it: there may be nobody who runs it.
+        """
+        made = (self._windows.pipeline.stages_for([o]) for o in self._run.spec.partial)
+        if any(self._run.stage in stages and follower.stage not in stages for stages in made):
+            return replace(follower, limit=0)
+        return follower
+
     def speaker(self, emit: JobEmit) -> Speaker:
         """What the engine gets to speak by."""
         return Speaker(emit, self._channel, self._heard)
@@ -257,7 +277,7 @@ class RunWindows:
 
         async def deliver(item: Item) -> None:
             sequence = next(sequences)
-            if output in self._writers:
+            if output in self._writers and output not in self._unread:
                 await self._written(self._write(output, item))
             if item.piece and output in self._windows.pieces.outputs:
                 sent = self._windows.pieces.send(self._run, output, sequence, item)
@@ -278,18 +298,24 @@ class RunWindows:
             raise Cancelled("nobody wants this run's outcome") from exc
 
     async def _write(self, output: str, item: Item) -> None:
-        writer = self._writers[output]
-        if not item.tensors:
-            await through_outages(lambda: writer.write(item.value, last=item.last))
-        else:
-            io = self._windows.io
-            put = asyncio.ensure_future(io.put(self._run, f"{output}.{writer.count}", item.tensors))
-            try:
+        writer, io = self._writers[output], self._windows.io
+        put: asyncio.Future[BlobRef] | None = None
+        try:
+            if not item.tensors:
+                await through_outages(lambda: writer.write(item.value, last=item.last))
+            else:
+                name = f"{output}.{writer.count}"
+                put = asyncio.ensure_future(io.put(self._run, name, item.tensors))
                 blob = await asyncio.shield(put)
                 await through_outages(lambda: writer.write(item.value, blob, last=item.last))
-            except BaseException:  # also when cancelled: the blob may or may not be in the stream
+        except Unread:
+            self._unread.add(output)
+            await io.free([put.result()] if put is not None else [])
+            return
+        except BaseException:  # also when cancelled: the blob may or may not be in the stream
+            if put is not None:
                 await asyncio.shield(self._leave(put))
-                raise
+            raise
         await self._send_for_readers(output)
 
     async def _leave(self, put: Awaitable[BlobRef]) -> None:

@@ -78,7 +78,16 @@ def chat_completion(record: JobRecord, model: ServedModel) -> dict[str, Any]:
             for c in choices_of(record, model)
         ],
         "usage": usage_of([record], model),
+        **missing(record),
     }
+
+
+def missing(record: JobRecord) -> dict[str, Any]:
+    """Fields of omniq's own in an answer that lacks some of the job's outputs."""
+    if not record.partial:
+        return {}
+    lacks = {name: why.model_dump() for name, why in sorted(record.missing.items())}
+    return {"partial": True, "missing": lacks}
 
 
 def completion(records: Sequence[JobRecord], model: ServedModel) -> dict[str, Any]:

@@ -57,6 +57,17 @@ def outputs_of(model: ServedModel, *, audio: bool) -> list[str] | None:
     return [name for name in model.pipeline.outputs if name != model.audio]
 
 
+def may_lack(body: ChatRequest, model: ServedModel) -> bool:
+    """Whether the text of a spoken answer is good without the sound.
+
+    Raises:
+        OpenAIError: 400; the sound is not made from the text, which could be what is missing.
+    """
+    if body.allow_partial and model.stage not in model.pipeline.stages_for([str(model.audio)]):
+        raise unable(model, "makes its sound apart from its text", "allow_partial")
+    return body.allow_partial
+
+
 def head(record: JobRecord) -> dict[str, Any]:
     """How a chat's sound is called, and until when the job has it."""
     keeps = int(record.spec.created + get_settings().retention)

@@ -39,6 +39,8 @@ class Submission:
     metadata: dict[str, str] = field(default_factory=dict)
     outputs: list[str] | None = None
     """Which of the pipeline's outputs are wanted; None: all."""
+    allow_partial: bool = False
+    """Whether the text alone is good, if the other outputs cannot be made."""
     names: dict[str, str] = field(default_factory=dict)
     """Field of the job (``parameters.max_tokens``, ``input.messages``) -> OpenAI's field."""
 

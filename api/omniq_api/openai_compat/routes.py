@@ -51,7 +51,11 @@ async def chat(request: Request, services: Live, body: ChatRequest) -> Response:
     _needs_text(model)
     speaks = chat_audio.wants_audio(body, model)
     submission = mapping.of_chat(body, model)
-    submission = replace(submission, outputs=chat_audio.outputs_of(model, audio=speaks))
+    submission = replace(
+        submission,
+        outputs=chat_audio.outputs_of(model, audio=speaks),
+        allow_partial=speaks and chat_audio.may_lack(body, model),
+    )
     jobs = await running.submitted(services, [submission], stream=body.stream)
     if body.stream:
         stream = JobStream(services, jobs[0], model, submission)
@@ -65,7 +69,10 @@ async def chat(request: Request, services: Live, body: ChatRequest) -> Response:
     if speaks:
         said = answer["choices"][0]["message"]
         form, text = chat_audio.form_of(body), said["content"] or ""
-        said["audio"] = await chat_audio.message(services, records[0], model, form, text)
+        spoken = model.audio not in records[0].missing
+        said["audio"] = (
+            await chat_audio.message(services, records[0], model, form, text) if spoken else None
+        )
     return running.answer(answer)
 
 

@@ -48,6 +48,7 @@ async def submitted(
                     room_for=count - number,
                     webhook=services.webhook,
                     outputs=each.outputs,
+                    allow_partial=each.allow_partial,
                 )
             )
     except BaseException as exc:  # whatever it was: nobody gets to know of these jobs

@@ -135,6 +135,11 @@ class ChatRequest(_Generation):
         description="`[text]` (the default), or with models that speak `[text, audio]`.",
     )
     audio: ChatAudio | None = None
+    allow_partial: bool = Field(
+        False,
+        strict=True,
+        description="omniq's own: if the answer cannot be spoken, its text is the answer.",
+    )
     max_completion_tokens: int | None = Field(None, strict=True)
     logprobs: bool | None = Field(None, strict=True)
     top_logprobs: int | None = Field(None, ge=0, le=20, strict=True)

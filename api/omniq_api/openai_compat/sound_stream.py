@@ -132,6 +132,8 @@ class SpokenJob:
 
     async def _rest(self, record: JobRecord) -> SoundPiece | None:
         """What the file has beyond the chunks, which are a courtesy: the record is the truth."""
+        if self.model.audio in record.missing:
+            return None
         info = record.artifacts.get(str(self.model.audio))
         if info is None:
             raise OpenAIError(500, "the job made no sound", kind=SERVER)

@@ -215,13 +215,16 @@ async def chat_chunks(
                 tokens = answers.chat_logprobs(list(piece.logprobs) or None, asked)
                 yield chunk(piece.index, delta, logprobs=tokens)
             else:
-                if spoken is not None:
+                if spoken is not None and spoken.model.audio not in piece.record.missing:
                     (said, *_) = answers.choices_of(piece.record, stream.model)
                     last = {**chat_audio.head(piece.record), "transcript": said["text"]}
                     yield chunk(0, {"audio": last})
                 for choice in answers.choices_of(piece.record, stream.model):
                     reason = answers.chat_finish_reason(choice, piece.record, stream.model)
-                    yield chunk(choice["index"], {}, finish_reason=reason)
+                    yield {
+                        **chunk(choice["index"], {}, finish_reason=reason),
+                        **answers.missing(piece.record),
+                    }
                 if include_usage:
                     made = answers.usage_of([piece.record], stream.model)
                     yield {**base, "choices": [], "usage": made}

@@ -35,7 +35,8 @@ router = APIRouter(tags=["generate"], route_class=FilesRoute)
         200: {
             "model": JobView,
             "description": "The first picture or video, or the finished job as JSON if `Accept` "
-            "prefers that or the pipeline makes none. `X-Omniq-Job` names the job.",
+            "prefers that or the pipeline makes none. `X-Omniq-Job` names the job; "
+            "`X-Omniq-Missing` the outputs that a partial success lacks.",
             "content": {"image/png": {"schema": {"type": "string", "format": "binary"}}},
         },
         **problems(400, 409, 413, 415, 422, 429, 503, 504),
@@ -82,6 +83,8 @@ async def generate(
             job=urls.self,
         )
     headers = {"x-omniq-job": job_id, "vary": "accept", **replayed}
+    if record.partial:
+        headers["x-omniq-missing"] = ", ".join(sorted(record.missing))
     media = first_media(record.artifacts, list(get_pipeline(record.spec.pipeline).outputs))
     if media and prefers(accept, record.artifacts[media].content_type, "application/json"):
         data, info = await services.store.get_artifact(job_id, media)

@@ -116,6 +116,7 @@ async def submit_request(
         idempotency_key=services.idempotency_key,
         webhook=body.webhook or services.webhook,
         outputs=body.outputs,
+        allow_partial=body.allow_partial,
     )
 
 
@@ -216,7 +217,8 @@ async def get_job(
     responses={
         200: {
             "description": "Server-sent events up to the job's end: `id` resumes, `event` is the "
-            "type, `data` is JSON with `type`, `stage`, `time` and `data`.",
+            "type, `data` is JSON with `type`, `stage`, `time` and `data`. One of type "
+            "`key.revoked`, without an id, is the last when the API key has been revoked.",
             "content": {
                 "text/event-stream": {
                     "schema": {"type": "string"},
@@ -241,7 +243,7 @@ async def watch_job(
 ) -> Response:
     """All events of the job from the first one, or from behind `Last-Event-ID`, then live ones."""
     record = await services.store.get(job_id)
-    events = services.store.events(job_id, last_event_id, block=HEARTBEAT)
+    events = services.events(job_id, last_event_id, block=HEARTBEAT)
     if record.state.final and last_event_id != BEGINNING:
         # Browsers reconnect after every end; 204 tells them to stop.
         first = await anext(events, None)

@@ -3,7 +3,8 @@
 -- most dead letters kept, retention in ms, most events kept, key prefix of the namespace ("omniq:").
 --
 -- A job hash holds: spec, state, up (stage -> stages before it), created/started/finished, error,
--- dead (see `bury`), "v:<output>" and "a:<artifact>" results, "w:<channel>" of who waits for its end, and per stage "<stage>|<field>". For chunk streams:
+-- died and dead (see `bury`), "v:<output>" and "a:<artifact>" results, "m:<output>" of those it ends
+-- without (see _partial.lua), "w:<channel>" of who waits for its end, and per stage "<stage>|<field>". For chunk streams:
 -- "<stage>|alive" (its lease), "<stage>|streams" (what it hands on while it runs) and
 -- "<reader>|window:<stage>" (the run of <stage> whose first window is there).
 -- For admission (_share.lua): "pipeline", "tenant", "inbytes" (of its input files), "held" and
@@ -108,6 +109,7 @@ local function free_blob(json)
   local ref = cjson.decode(json)
   local first = PREFIX .. 'blob:' .. ref.id
   if redis.call('UNLINK', first) == 1 then
+    redis.call('HDEL', PREFIX .. 'blobs', ref.id)
     for n = 1, math.ceil(ref.nbytes / CHUNK_BYTES) - 1 do
       redis.call('UNLINK', PREFIX .. 'blob:' .. n .. ':{' .. first .. '}')
     end
@@ -173,12 +175,17 @@ end
 
 -- What a job's end means to those who wait to be let in; in _share.lua.
 local give_up_place
--- Keep a job that is about to fail as a dead letter, among the newest so many: its record stays for
--- longer, and it can be tried again (omniq/jobs/dead.py). Details: a JSON object.
+-- A job that fails is to be kept as a dead letter, also if it ends without the outputs of the stage
+-- that failed: its record stays for longer, and it can be tried again (omniq/jobs/dead.py). Details: a
+-- JSON object.
 local DEAD = PREFIX .. 'dead'
 local function job_id() return string.match(JOB, '{(.*)}$') end
 local function bury(stage, details)
-  set('dead', cjson.encode({stage = stage, time = tonumber(now()), details = details}))
+  set('died', cjson.encode({stage = stage, time = tonumber(now()), details = details}))
+end
+-- With its end it is one, among the newest so many.
+local function keep_dead(details)
+  set('dead', details)
   redis.call('ZADD', DEAD, now(), job_id())
   redis.call('ZREMRANGEBYSCORE', DEAD, '-inf', tonumber(now()) - DEAD_RETENTION / 1000)
   local over = redis.call('ZCARD', DEAD) - MAX_DEAD
@@ -191,6 +198,17 @@ local function bury(stage, details)
   end
 end
 
+-- What the event of a success says of the outputs that are missing.
+local function without()
+  local missing = {}
+  for output in pairs(cjson.decode(get('partial') or '{}')) do
+    local why = get('m:' .. output)
+    if why then missing[#missing + 1] = cjson.encode(output) .. ':' .. why end
+  end
+  if #missing == 0 then return '{}' end
+  return '{"partial":true,"missing":{' .. table.concat(missing, ',') .. '}}'
+end
+
 -- The only way into a final state.
 local function finalise(state, err)
   for _, s in ipairs(stages()) do
@@ -198,12 +216,14 @@ local function finalise(state, err)
     if st ~= 'succeeded' and st ~= 'failed' then sset(s, 'state', 'cancelled') end
   end
   set('state', state, 'finished', now())
-  local data = '{}'
+  fetch('dead', 'died', 'partial')
+  local data = state == 'succeeded' and without() or '{}'
   if err and err ~= '' then
     set('error', err)
     data = '{"error":' .. err .. '}'
   end
   event('job.' .. state, nil, data)
+  if get('died') and (state == 'failed' or state == 'succeeded') then keep_dead(get('died')) end
   local dead = get('dead')
   free_blobs(dead)
   local retention = dead and math.max(RETENTION, DEAD_RETENTION) or RETENTION

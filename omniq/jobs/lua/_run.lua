@@ -1,9 +1,21 @@
 -- Shared as well: beginning a stage's run, and sending the messages of stages.
 
--- End a job whose deadline has passed; `stage` would have been next, if that is known.
+-- End a job whose deadline has passed, with what it has made if the client takes that.
+local function end_late(err)
+  local function unmade(s) return sget(s, 'state') ~= 'succeeded' end
+  if not go_on_without(unmade, err) then finalise('expired', err) end
+end
+-- The same while nothing of it runs; `stage` would have been next, if that is known.
 local function expire(stage)
-  finalise('expired', cjson.encode({code = 'deadline_exceeded',
+  end_late(cjson.encode({code = 'deadline_exceeded',
     message = 'the job was not served before its deadline', details = stage and {stage = stage}}))
+end
+-- A stage has failed for good, and with it the job, but for what the client takes without it.
+local function fail(stage, err)
+  sset(stage, 'state', 'failed')
+  sset(stage, 'error', err)
+  event('stage.failed', stage, '{"error":' .. err .. '}')
+  if not go_on_without(function(s) return s == stage end, err) then finalise('failed', err) end
 end
 -- End a job whose deadline has passed while nothing of it runs; true if this has ended it.
 local function expire_unserved()
@@ -37,6 +49,7 @@ local function begin_run(stage, worker, redelivered, most)
   if st == 'succeeded' then
     return {'done', fence, 0, get('spec'), sget(stage, 'outputs') or '{}', state}
   end
+  if OVER[st] then return {'stop', fence, 0, '', '{}', state} end  -- the job goes on without it
   local outputs, spec = handed(stage), get('spec')
   if not outputs then
     -- A dead run that read what a stage before streamed; that one runs anew and will send for this.
@@ -48,19 +61,16 @@ local function begin_run(stage, worker, redelivered, most)
   local deadline = get('deadline')
   if deadline and tonumber(now()) > tonumber(deadline) and st ~= 'running' then
     expire(stage)
-    return {'stop', fence, 0, '', '{}', 'expired'}
+    return {'stop', fence, 0, '', '{}', get('state')}
   end
   local deliveries = tonumber(sget(stage, 'deliveries') or '0') + 1
   if deliveries > most then
     sset(stage, 'deliveries', deliveries)
     local err = cjson.encode({code = 'delivery_limit', message = 'stage ' .. stage .. ' was delivered '
       .. most .. ' times and every worker that took it went away', details = {stage = stage}})
-    sset(stage, 'state', 'failed')
-    sset(stage, 'error', err)
-    event('stage.failed', stage, '{"error":' .. err .. '}')
     bury(stage, {deliveries = deliveries, worker = sget(stage, 'worker') or nil})
-    finalise('failed', err)
-    return {'stop', fence, 0, '', '{}', 'failed'}
+    fail(stage, err)
+    return {'stop', fence, 0, '', '{}', get('state')}
   end
 
   fence = fence + 1

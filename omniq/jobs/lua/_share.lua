@@ -103,6 +103,69 @@ local function forget_input(member)
   end
 end
 
+-- Why a job is not let in, see `refused`; or nil, and what has been found, for the script that lets it
+-- in. ask: what is asked of admission; bytes: of its record.
+local room
+local function admit(ask, ttl, bytes)
+  local pipeline, tenant = ask.pipeline, ask.tenant
+  -- So many jobs must find room, this one and others that come at once.
+  local count = ask.count or 1
+
+  -- The tenant's share: jobs at once, a day, and a second (as a token bucket, by the time at which it
+  -- will be full again).
+  local t = tonumber(now())
+  local day = math.floor(t / 86400)
+  local found = {
+    open = open_jobs(pipeline), ends = ends_of(pipeline),
+    their_open = tenant_key(tenant, 'open'), their_ends = tenant_key(tenant, 'ends'),
+    their_day = tenant_key(tenant, 'day:' .. day), their_rate = tenant_key(tenant, 'rate'),
+  }
+  local theirs = tenant ~= '' and count_open(found.their_open, ttl) or 0
+  found.theirs = theirs
+  if ask.max_jobs and theirs + count > ask.max_jobs then
+    local after = wait_for_room(found.their_ends, theirs - ask.max_jobs + count, theirs)
+    return refused('share', 'concurrent_jobs', ask.max_jobs, theirs, after)
+  end
+  if ask.daily then
+    found.today = tonumber(redis.call('GET', found.their_day) or '0')
+    if found.today + count > ask.daily then
+      return refused('share', 'daily_jobs', ask.daily, found.today, (day + 1) * 86400 - t)
+    end
+  end
+  if ask.rate then
+    local full_again = tonumber(redis.call('GET', found.their_rate) or '0')
+    found.full_again = math.max(t, full_again) + 1 / ask.rate
+    found.capacity = ask.burst / ask.rate
+    local over = found.full_again + (count - 1) / ask.rate - t - found.capacity
+    if over > 1e-6 then return refused('share', 'rate', ask.rate, ask.burst, over) end
+  end
+
+  -- The system's limits. No stage can have more jobs waiting than its pipeline has jobs.
+  local present = count_open(found.open, ttl)
+  found.present = present
+  if present + count > ask.most then
+    return refused('system', 'pipeline_jobs', ask.most, present,
+                   wait_for_room(found.ends, present - ask.most + count, present))
+  end
+  for i, queue in ipairs(ask.queues) do
+    if present >= ask.limits[i] then
+      local _, waiting = room({queue}, 0)
+      if waiting >= ask.limits[i] then
+        return refused('system', 'waiting:' .. queue, ask.limits[i], waiting,
+                       wait_for_room(found.ends, waiting - ask.limits[i] + 1, waiting))
+      end
+    end
+  end
+  local full = no_memory(ask.watermark, bytes)
+  if full then return full end
+  local pool = redis.call('GET', PREFIX .. 'full:' .. pipeline)
+  if pool then
+    local used, most = string.match(pool, '^(%d+)/(%d+)$')
+    return refused('system', 'shared_memory', most, used, MEMORY_WAIT)
+  end
+  return nil, found
+end
+
 -- -- the order in which jobs are let go ---------------------------------------------------------
 -- Once there are tenants, no more of a pipeline's jobs are in its queues than keep its workers busy
 -- (`window` messages a stage). Others are held back: their first messages stay in their records. They
@@ -118,7 +181,7 @@ local IN_ORDER = 8  -- jobs by priority before another level has its turn, as in
 local function level_list(pipeline, tenant, level) return pen(pipeline, tenant .. WINDOW .. level) end
 
 -- How many more messages there is room for in the fullest of a pipeline's queues.
-local function room(queues, window)
+room = function(queues, window)
   local most = 0
   for _, queue in ipairs(queues) do
     local waiting = redis.call('LLEN', queue)

@@ -5,6 +5,7 @@
 -- KEYS[4] = index of all jobs, KEYS[5...] = queues. ARGV: spec JSON, stages JSON, upstream JSON, id,
 -- created, ttl ms, deadline or '', channel of who waits for its end or '', list of refs (JSON strings)
 -- of the blobs among its inputs, what is asked of admission (JSON, see omniq/jobs/admission.py),
+-- stages by the outputs they make, if some of these are taken without the others (JSON), or '',
 -- messages (see `messages`).
 local id, ttl, ask = ARGV[4], tonumber(ARGV[6]), cjson.decode(ARGV[10])
 local pipeline, tenant = ask.pipeline, ask.tenant
@@ -23,57 +24,10 @@ end
 if redis.call('EXISTS', JOB) == 1 then return {'exists'} end
 unless_full()
 
--- So many jobs must find room, this one and others that come at once.
-local count = ask.count or 1
-
--- The tenant's share: jobs at once, a day, and a second (as a token bucket, by the time at which it
--- will be full again).
+local refusal, place = admit(ask, ttl, #ARGV[1])
+if refusal then return refusal end
+local open, ends, present = place.open, place.ends, place.present
 local t = tonumber(now())
-local their_open, their_ends = tenant_key(tenant, 'open'), tenant_key(tenant, 'ends')
-local theirs = named and count_open(their_open, ttl) or 0
-local day = math.floor(t / 86400)
-local their_day, their_rate = tenant_key(tenant, 'day:' .. day), tenant_key(tenant, 'rate')
-local today, full_again, capacity
-if ask.max_jobs and theirs + count > ask.max_jobs then
-  local after = wait_for_room(their_ends, theirs - ask.max_jobs + count, theirs)
-  return refused('share', 'concurrent_jobs', ask.max_jobs, theirs, after)
-end
-if ask.daily then
-  today = tonumber(redis.call('GET', their_day) or '0')
-  if today + count > ask.daily then
-    return refused('share', 'daily_jobs', ask.daily, today, (day + 1) * 86400 - t)
-  end
-end
-if ask.rate then
-  full_again = math.max(t, tonumber(redis.call('GET', their_rate) or '0')) + 1 / ask.rate
-  capacity = ask.burst / ask.rate
-  local over = full_again + (count - 1) / ask.rate - t - capacity
-  if over > 1e-6 then return refused('share', 'rate', ask.rate, ask.burst, over) end
-end
-
--- The system's limits. No stage can have more jobs waiting than its pipeline has jobs.
-local open, ends = open_jobs(pipeline), ends_of(pipeline)
-local present = count_open(open, ttl)
-if present + count > ask.most then
-  return refused('system', 'pipeline_jobs', ask.most, present,
-                 wait_for_room(ends, present - ask.most + count, present))
-end
-for i, queue in ipairs(ask.queues) do
-  if present >= ask.limits[i] then
-    local _, waiting = room({queue}, 0)
-    if waiting >= ask.limits[i] then
-      return refused('system', 'waiting:' .. queue, ask.limits[i], waiting,
-                     wait_for_room(ends, waiting - ask.limits[i] + 1, waiting))
-    end
-  end
-end
-local full = no_memory(ask.watermark, #ARGV[1])
-if full then return full end
-local pool = redis.call('GET', PREFIX .. 'full:' .. pipeline)
-if pool then
-  local used, most = string.match(pool, '^(%d+)/(%d+)$')
-  return refused('system', 'shared_memory', most, used, MEMORY_WAIT)
-end
 
 local record = {'spec', ARGV[1], 'order', ARGV[2], 'up', ARGV[3], 'state', 'queued', 'created', ARGV[5],
                 'pipeline', pipeline}
@@ -85,6 +39,7 @@ if named then add('tenant', tenant) end
 if ARGV[7] ~= '' then add('deadline', ARGV[7]) end
 if ARGV[8] ~= '' then add('w:' .. ARGV[8], '') end
 if ask.hook then add('hook', ask.hook) end
+if ARGV[11] ~= '' then add('partial', ARGV[11]) end
 if ask.inbytes then
   local member = id .. WINDOW .. ask.inbytes
   local whose, sum = input_keys()
@@ -109,14 +64,15 @@ for _, index in ipairs(indices) do
   redis.call('ZREMRANGEBYSCORE', index, '-inf', oldest)
 end
 note_open(open, ends, present, id)
-if named then note_open(their_open, their_ends, theirs, id) end
+if named then note_open(place.their_open, place.their_ends, place.theirs, id) end
 if same then redis.call('SET', same, ask.print .. ' ' .. id, 'PX', ask.idempotency_ttl) end
-if ask.daily then redis.call('SET', their_day, today + 1, 'EX', 2 * 86400) end
+if ask.daily then redis.call('SET', place.their_day, place.today + 1, 'EX', 2 * 86400) end
+local full_again, capacity = place.full_again, place.capacity
 if ask.rate then
-  redis.call('SET', their_rate, string.format('%.6f', full_again), 'PX', math.ceil((full_again - t) * 1000) + 1)
+  redis.call('SET', place.their_rate, string.format('%.6f', full_again), 'PX', math.ceil((full_again - t) * 1000) + 1)
 end
 
-local posts = messages(11, 5)
+local posts = messages(12, 5)
 -- Who is held back goes first, also when the last key has been revoked since.
 local shared = #posts > 0 and redis.call('EXISTS', PREFIX .. 'api_keys', pen(pipeline, 'waits')) > 0
 if shared and (redis.call('EXISTS', pen(pipeline, 'waits')) == 1
@@ -126,6 +82,6 @@ if shared and (redis.call('EXISTS', pen(pipeline, 'waits')) == 1
 else
   for _, m in ipairs(posts) do send(m) end
 end
-return {'created', ask.daily and tostring(ask.daily - today - 1) or '',
+return {'created', ask.daily and tostring(ask.daily - place.today - 1) or '',
         ask.rate and tostring(math.floor((capacity - (full_again - t)) * ask.rate + 1e-6)) or '',
         ask.rate and string.format('%.3f', full_again - t) or ''}

@@ -1,7 +1,7 @@
 -- A dead letter will not be tried again. Returns 1, or 0 if it is none (any more).
 if not get('dead') then return 0 end
 redis.call('ZREM', DEAD, job_id())
-redis.call('HDEL', JOB, 'dead')
+redis.call('HDEL', JOB, 'dead', 'died')
 free_blobs()
 for _, field in ipairs(redis.call('HKEYS', JOB)) do
   if string.sub(field, 1, 2) == 'a:' then

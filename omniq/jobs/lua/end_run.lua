@@ -29,13 +29,15 @@ elseif how == 'retry' then
   sset(stage, 'state', 'retrying')
   redis.call('HINCRBY', JOB, stage .. '|deliveries', -1)
   event('stage.retrying', stage, '{"delay":' .. ARGV[5] .. ',"error":' .. err .. '}')
-else
+elseif how == 'expire' then
   sset(stage, 'state', 'failed')
   event('stage.failed', stage, '{"error":' .. err .. '}')
-  if how == 'fail' and ARGV[7] ~= '' then
+  end_late(err)
+else
+  if ARGV[7] ~= '' then
     bury(stage, {traceback = ARGV[7], deliveries = tonumber(sget(stage, 'deliveries')),
                  worker = sget(stage, 'worker')})
   end
-  finalise(how == 'expire' and 'expired' or 'failed', err)
+  fail(stage, err)
 end
 return 1

@@ -7,34 +7,11 @@
 -- '', where the caller waits for messages and its name there or else '' twice, messages to the stages
 -- behind (see `messages`).
 -- KEYS[4...] = queues.
-
--- Free what only `reader`, and stages that have succeeded as well, read.
-local function free_read(reader)
-  local read = {}
-  for _, u in ipairs(before(reader)) do
-    local done = sget(u, 'state') == 'succeeded'
-    for _, s in ipairs(stages()) do
-      for _, other in ipairs(before(s)) do
-        done = done and (other ~= u or sget(s, 'state') == 'succeeded')
-      end
-    end
-    read[u] = done or nil
-  end
-  if not next(read) then return end
-  for _, json in ipairs(redis.call('SMEMBERS', BLOBS)) do
-    local made_by = string.match(cjson.decode(json).id, '^[^.]*%.([^.]*)%.')
-    if read[made_by] then
-      free_blob(json)
-      redis.call('SREM', BLOBS, json)
-    end
-  end
-end
-
 local stage = ARGV[1]
 HOST = ARGV[8]
 if ARGV[9] ~= '[]' then redis.call('SREM', garbage(HOST), unpack(cjson.decode(ARGV[9]))) end
 even_if_full()
-fetch('state', 'order', 'up', stage .. '|state', stage .. '|fence')
+fetch('state', 'order', 'up', 'partial', stage .. '|state', stage .. '|fence')
 if get('state') ~= 'running' or not current(stage, ARGV[2]) then return {0, 0} end
 local t = now()
 local record = {stage .. '|state', 'succeeded', stage .. '|outputs', ARGV[3],
@@ -51,7 +28,7 @@ if ARGV[5] ~= '[]' then
 end
 local rest = false
 for _, s in ipairs(stages()) do
-  if s ~= stage and sget(s, 'state') ~= 'succeeded' then
+  if s ~= stage and not is_over(s) then
     rest = true
     for _, u in ipairs(before(s)) do
       -- One behind a window edge may run already.
@@ -70,10 +47,13 @@ if ARGV[11] ~= '' and redis.call('ZADD', ARGV[11], 'XX', 'INCR', 1, ARGV[12]) th
 if not rest then
   finalise('succeeded')
 else
-  free_read(stage)
+  local made_by = {unpack(before(stage))}
+  -- Those behind may have been given up meanwhile.
+  if get('partial') then made_by[#made_by + 1] = stage end
+  free_unread(made_by)
 end
 -- A join is sent once, with its last input.
 for _, m in ipairs(messages(13, 4)) do
-  if handed(m.stage) and sget(m.stage, 'state') ~= 'succeeded' then send(m) end
+  if handed(m.stage) and not is_over(m.stage) then send(m) end
 end
 return {1, known, unpack(FREED)}

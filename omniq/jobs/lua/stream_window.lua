@@ -7,7 +7,7 @@ local field = 'window:' .. stage
 if sget(reader, field) == fence then return 0 end
 sset(reader, field, fence)
 local state = sget(reader, 'state')
-if state == 'succeeded' or not handed(reader) then return 0 end
+if OVER[state] or not handed(reader) then return 0 end
 if state == 'queued' then sset(reader, 'queued', now()) end
 for _, m in ipairs(messages(4, 4)) do send(m) end
 return 1

@@ -1,0 +1,71 @@
+"""Python clients and `omniq generate` of a job that ends without some outputs; a played worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from omniq.async_client import AsyncOmniLLM
+from omniq.cli.generate import generate
+from omniq.cli.jobs import jobs
+from omniq.errors import JobFailed
+from omniq.jobs.model import JobState, StageResult
+from omniq.jobs.store import JobStore
+from omniq.settings import get_settings
+
+ERROR = {"code": "engine_error", "message": "the engine is broken"}
+
+
+async def play(store: JobStore, seen: set[str]) -> str:
+    """Make the text of the next job, and fail to make its picture; returns its id."""
+    while not (new := {r.id for r in (await store.list())[0]} - seen):
+        await asyncio.sleep(0.01)
+    (job_id,) = new
+    grant = await store.begin_stage(job_id, "ar", "w", redelivered=False)
+    result = StageResult(values={"text": "A red circle."})
+    assert await store.finish_stage(job_id, "ar", grant.fence, result)
+    grant = await store.begin_stage(job_id, "dit", "w", redelivered=False)
+    assert await store.fail_stage(job_id, "dit", grant.fence, ERROR)
+    seen.add(job_id)
+    return job_id
+
+
+async def test_clients_and_shell_get_the_part_and_are_told(
+    broker: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, seen = JobStore.from_settings(), set[str]()
+    url = get_settings().url
+    try:
+        async with AsyncOmniLLM(broker_url=url) as llm:
+            asking = asyncio.create_task(llm.generate("x", allow_partial=True))
+            await play(store, seen)
+            output = await asking
+            assert output.partial and output.text == "A red circle."
+            assert output.missing["image"].stage == "dit"
+            asking = asyncio.create_task(llm.generate("x"))
+            await play(store, seen)
+            with pytest.raises(JobFailed, match="the engine is broken"):
+                await asking
+        monkeypatch.setenv("OMNIQ_BROKER_URL", url)
+        get_settings.cache_clear()
+        for flags in (["--json"], []):
+            command = ["x", "--allow-partial", *flags]
+            asked = asyncio.create_task(asyncio.to_thread(CliRunner().invoke, generate, command))
+            job_id = await play(store, seen)
+            done = await asked
+            assert done.exit_code == 0, done.output
+            warning = "omniq: warning: no image: stage dit: the engine is broken"
+            assert warning in done.stderr
+            if flags:
+                missing = json.loads(done.stdout)["missing"]
+                assert missing == {"image": {"stage": "dit", "error": ERROR}}
+            else:
+                assert done.stdout == "A red circle.\n"
+        shown = await asyncio.to_thread(CliRunner().invoke, jobs, ["show", job_id])
+        assert f"{job_id}  {JobState.SUCCEEDED.value} (partial)" in shown.output
+        assert "missing image: stage dit: engine_error: the engine is broken" in shown.output
+    finally:
+        await store.close()
