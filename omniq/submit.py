@@ -86,6 +86,11 @@ async def submit(
         outputs=outputs,
         allow_partial=allow_partial,
     )
+    # What others compare with is not this host's clock.
+    created = await store.clock.now()
+    deadline = None if timeout is None else created + timeout
+    times = {"id": new_job_id(created), "created": created, "deadline": deadline}
+    spec = spec.model_copy(update=times)
     again = None
     if idempotency_key is not None:
         wanted = None if outputs is None else sorted(outputs)
@@ -109,10 +114,6 @@ async def submit(
         spec, nbytes = await _with_files(store, config, spec)
     record: JobRecord | None = None
     try:
-        # What workers on other hosts compare with is not this host's clock.
-        created = await store.clock.now()
-        deadline = None if timeout is None else created + timeout
-        spec = spec.model_copy(update={"created": created, "deadline": deadline})
         record = await store.create(
             spec,
             {s: config.upstream(s) for s in spec.stages},
