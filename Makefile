@@ -19,6 +19,8 @@ MODELS := requirements/test-models.txt
 VISION := requirements/torchvision_ops.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST_ARGS ?=
+# Processes of tests; a file's tests stay together. Half the time of a test is waiting.
+PYTEST_JOBS ?= 2
 
 # Without an NVIDIA GPU take torch's CPU build (200 MB instead of 3 GB). One retry only: where that
 # index cannot be reached, pip goes on with the usual one.
@@ -39,7 +41,7 @@ run: install
 	exec $(BIN)/omniq up
 
 test: install-test lint
-	$(BIN)/pytest -ra --cov --cov-report=term $(PYTEST_ARGS)
+	$(BIN)/pytest -ra -n $(PYTEST_JOBS) --dist loadfile --cov --cov-report=term $(PYTEST_ARGS)
 	@if [ -n "$(NO_VLLM)" ]; then echo "vLLM tests were skipped: $(NO_VLLM)"; fi
 
 lint: install-test

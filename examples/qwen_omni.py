@@ -2,6 +2,7 @@
 
 omniq serve Qwen/Qwen2.5-Omni-7B
 python examples/qwen_omni.py "What do you hear?" --sound question.wav --out answer.wav
+python examples/qwen_omni.py "What happens here?" --video clip.mp4 --hear
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def main() -> None:
     parser.add_argument("--model", help="default: the server's first")
     parser.add_argument("--image", type=Path, help="a picture (PNG, JPEG, WebP)")
     parser.add_argument("--sound", type=Path, help="a WAV file of 16 bits")
+    parser.add_argument("--video", type=Path, help="MP4, WebM or Matroska")
+    parser.add_argument("--hear", action="store_true", help="the video's sound, too")
     parser.add_argument("--voice", help="one of the model's speakers")
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--out", type=Path, default=Path("answer.wav"))
@@ -41,6 +44,7 @@ def main() -> None:
         audio={"format": "pcm16", **({"voice": asked.voice} if asked.voice else {})},
         max_completion_tokens=asked.max_tokens,
         stream=True,
+        extra_body={"mm_processor_kwargs": {"use_audio_in_video": True}} if asked.hear else None,
     )
     heard = 0.0
     with wave.open(str(asked.out), "wb") as file:
@@ -67,6 +71,9 @@ def content(asked: argparse.Namespace) -> list[dict[str, Any]]:
     if asked.sound:
         data = base64.b64encode(asked.sound.read_bytes()).decode()
         parts.append({"type": "input_audio", "input_audio": {"data": data, "format": "wav"}})
+    if asked.video:
+        data = base64.b64encode(asked.video.read_bytes()).decode()
+        parts.append({"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{data}"}})
     return [*parts, {"type": "text", "text": asked.text}]
 
 

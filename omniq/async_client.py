@@ -193,6 +193,7 @@ class AsyncOmniLLM:
         idempotency_key: str | None = None,
         outputs: Sequence[str] | None = None,
         allow_partial: bool = False,
+        formats: Mapping[str, str] | None = None,
         **more: Any,
     ) -> OmniRequestOutput:
         """Serve one request; cancelling this call cancels the job.
@@ -206,6 +207,7 @@ class AsyncOmniLLM:
             allow_partial: a stage that fails for good, or has not ended at the deadline, costs only
                 the outputs that need it; the result is ``partial`` then, and says what is
                 ``missing``.
+            formats: of files by output (``{"audio": "mp3"}``), where not the pipeline's.
 
         Raises:
             InvalidRequest: naming every faulty field.
@@ -224,6 +226,7 @@ class AsyncOmniLLM:
             idempotency_key=idempotency_key,
             outputs=outputs,
             allow_partial=allow_partial,
+            formats=formats,
         )
         try:
             return await self.result(job_id, raise_on_error=raise_on_error)
@@ -243,6 +246,7 @@ class AsyncOmniLLM:
         idempotency_key: str | None = None,
         outputs: Sequence[str] | None = None,
         allow_partial: bool = False,
+        formats: Mapping[str, str] | None = None,
         **more: Any,
     ) -> AsyncIterator[OmniRequestOutput]:
         """As :meth:`generate`, yielding the output as it grows; the last one is finished.
@@ -258,6 +262,7 @@ class AsyncOmniLLM:
             timeout=timeout,
             outputs=outputs,
             allow_partial=allow_partial,
+            formats=formats,
             idempotency_key=idempotency_key,
             **more,
         )
@@ -292,6 +297,7 @@ class AsyncOmniLLM:
         patient: bool = False,
         outputs: Sequence[str] | None = None,
         allow_partial: bool = False,
+        formats: Mapping[str, str] | None = None,
         part: tuple[int, int] = (0, 1),
         **more: Any,
     ) -> str:
@@ -305,6 +311,7 @@ class AsyncOmniLLM:
             webhook: is told of the job's end by the processes of the API.
             patient: wait for room as long as the system has none.
             outputs, allow_partial: as of :meth:`generate`.
+            outputs, formats: as of :meth:`generate`.
             part: which of how many requests with that key this one is, counted from 0.
 
         Raises:
@@ -323,6 +330,7 @@ class AsyncOmniLLM:
             patient=patient,
             outputs=outputs,
             allow_partial=allow_partial,
+            formats=formats,
             part=part,
         )
 

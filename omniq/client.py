@@ -63,6 +63,7 @@ class OmniLLM:
         idempotency_key: str | None = None,
         outputs: Sequence[str] | None = None,
         allow_partial: bool = False,
+        formats: Mapping[str, str] | None = None,
         **more: Any,
     ) -> list[OmniRequestOutput]:
         """Serve all prompts, submitted at once so that the stages overlap; results in their order.
@@ -76,6 +77,7 @@ class OmniLLM:
             parameters: for all prompts, or one mapping for each.
             outputs: only these of the pipeline's; stages that none of them needs do not run.
             allow_partial: as of :meth:`AsyncOmniLLM.generate`.
+            formats: of files by output (``{"audio": "mp3"}``), where not the pipeline's.
             more: parameters for all prompts; they win over ``parameters``.
             idempotency_key: as of :meth:`AsyncOmniLLM.submit`, of the call: each prompt has its own
                 by its number.
@@ -86,16 +88,14 @@ class OmniLLM:
             NotReady, BrokerUnavailable: as :meth:`AsyncOmniLLM.generate`.
         """
         requests = _requests(prompts, parameters, more)
-        made = self._call(
-            self._generate(
-                requests,
-                idempotency_key,
-                priority=priority,
-                timeout=timeout,
-                outputs=outputs,
-                allow_partial=allow_partial,
-            )
-        )
+        options = {
+            "priority": priority,
+            "timeout": timeout,
+            "outputs": outputs,
+            "allow_partial": allow_partial,
+            "formats": formats,
+        }
+        made = self._call(self._generate(requests, idempotency_key, options))
         failed = [o for o in made if o.state is not JobState.SUCCEEDED]
         if failed and raise_on_error:
             try:
@@ -109,7 +109,7 @@ class OmniLLM:
         self,
         requests: list[tuple[Prompt, dict[str, Any]]],
         key: str | None,
-        **options: Any,
+        options: dict[str, Any],
     ) -> list[OmniRequestOutput]:
         llm = self._llm
         for prompt, parameters in requests:

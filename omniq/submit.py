@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -45,6 +45,7 @@ async def submit(
     webhook: webhooks.Webhook | None = None,
     outputs: Sequence[str] | None = None,
     allow_partial: bool = False,
+    formats: Mapping[str, str] | None = None,
 ) -> JobRecord:
     """Validate one job, then record and enqueue it in one step: never one without the other.
 
@@ -55,6 +56,7 @@ async def submit(
     Of ``outputs`` the pipeline's others are not made: stages that none of them needs do not run.
     With ``allow_partial`` a stage that fails for good, or has not ended at the deadline, costs only
     the outputs that need it (:attr:`JobRecord.missing`); the job fails if no other is left.
+    ``formats`` are those of result files by their output's name, where not the pipeline's.
     With ``stream`` off engines need not say text before it is whole, which costs them less.
     ``awaited``: the caller will wait for the job's end at once (:meth:`JobStore.wait`).
     ``idempotency_key``: a request with the same key and the same content that comes again, at the
@@ -85,6 +87,7 @@ async def submit(
         share=store.share,
         outputs=outputs,
         allow_partial=allow_partial,
+        formats=formats,
     )
     # What others compare with is not this host's clock.
     created = await store.clock.now()
@@ -95,11 +98,11 @@ async def submit(
     if idempotency_key is not None:
         wanted = None if outputs is None else sorted(outputs)
         asked = [pipeline, inputs, parameters or {}, priority, timeout, metadata or {}, wanted]
-        if allow_partial:
-            asked.append("allow_partial")
+        asked += [dict(formats)] if formats else []
+        asked += ["allow_partial"] if allow_partial else []
         again = _again(idempotency_key, part, asked, webhook)
     hook, nbytes = None, 0
-    looks = bool(config.files or get_settings().remote_media)
+    looks = config.may_name_files
     if again is not None and (looks or webhook is not None):
         # What it names may be gone by now, and its files need no room.
         known = await store.known(again)
@@ -198,7 +201,7 @@ async def _with_files(
     inputs = await read_inputs(config, spec.inputs, partial(fetch_input, store))
     found = {name: v for name, v in inputs.items() if isinstance(v, InputFile)}
     nbytes = sum(len(file.data) for file in found.values())
-    if not found:  # remote media in a conversation may have been brought in all the same
+    if not found:  # a conversation's may have been brought in all the same
         return spec.model_copy(update={"inputs": inputs}), 0
     await store.inputs.reserve(spec.id, config.name, nbytes)
     files: dict[str, BlobRef] = {}
@@ -224,6 +227,7 @@ def make_spec(
     share: Share | None = None,
     outputs: Sequence[str] | None = None,
     allow_partial: bool = False,
+    formats: Mapping[str, str] | None = None,
 ) -> JobSpec:
     """The job a valid request of that tenant describes, with a new id.
 
@@ -251,6 +255,8 @@ def make_spec(
         raise InvalidRequest(
             f"outputs: {message}", fields=[{"field": "outputs", "message": message}]
         )
+    if formats:
+        _check_formats(config, formats, wanted)
     complete = validate_request(config, inputs, parameters)
     seed = secrets.randbelow(2**32)
     for stage in config.takers.get("seed", ()):
@@ -267,7 +273,32 @@ def make_spec(
         tenant=share.tenant,
         deadline=None if timeout is None else created + timeout,
         metadata=metadata,
+        formats=dict(formats or {}),
         stream=stream,
         partial={o: config.outputs[o].producer for o in wanted} if allow_partial else {},
         created=created,
     )
+
+
+def _check_formats(
+    config: PipelineConfig, formats: Mapping[str, str], wanted: Sequence[str]
+) -> None:
+    """Whether each is one of an output that is made.
+
+    Raises:
+        InvalidRequest: one is not.
+    """
+    from omniq.outputs import MultimodalOutputProcessor  # noqa: PLC0415 - few requests need it
+
+    processor = MultimodalOutputProcessor()
+    for name, form in formats.items():
+        field, message = f"formats.{name}", None
+        if name not in wanted:
+            message = f"no such output is made; made are: {', '.join(wanted)}"
+        elif form not in (allowed := processor.formats_of(config.outputs[name])):
+            message = f"must be one of {', '.join(allowed)}; got {form!r}"
+            if not allowed:
+                message = "the output's type has no formats"
+        if message is not None:
+            fields = [{"field": field, "message": message}]
+            raise InvalidRequest(f"{field}: {message}", fields=fields)

@@ -16,6 +16,18 @@ for _name in [n for n in os.environ if n.startswith("OMNIQ_")]:
     del os.environ[_name]  # a developer's own settings must not steer the tests
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--thorough", action="store_true", help="tests that try at random try for minutes"
+    )
+
+
+@pytest.fixture(scope="session")
+def thorough(request: pytest.FixtureRequest) -> bool:
+    """Whether tests that try at random are to try for minutes instead of seconds."""
+    return bool(request.config.getoption("--thorough"))
+
+
 @pytest.fixture(scope="session")
 def valkey_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
     """One server for the whole session; use ``broker`` to have it clean."""

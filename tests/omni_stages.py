@@ -30,7 +30,8 @@ def omni_stage(
     folder: Path, stage_id: str, engine: str | None = None, **more: Any
 ) -> OmniStageConfig:
     """Configuration of a stage ``thinker`` or ``talker``, or of a vocoder by any other name."""
-    settings: dict[str, Any] = {"stage_id": stage_id, "model": str(folder), "max_in_flight": 8}
+    settings: dict[str, Any] = {"stage_id": stage_id, "model": str(folder), "dtype": "float32"}
+    settings |= {"max_in_flight": 8}
     settings |= TYPES.get(stage_id, {"engine_type": "vocode"})
     if engine is not None:
         settings["engine"] = engine
@@ -69,10 +70,24 @@ class OmniStages:
     @classmethod
     @asynccontextmanager
     async def loaded(
-        cls, folder: Path, stages: Sequence[str], engines: Mapping[str, str] | None = None
+        cls,
+        folder: Path,
+        stages: Sequence[str],
+        engines: Mapping[str, str] | None = None,
+        **engine_args: Mapping[str, Any],
     ) -> AsyncIterator[OmniStages]:
-        """Loaded, and unloaded in the end."""
-        made = {i: create_engine(omni_stage(folder, i, (engines or {}).get(i))) for i in stages}
+        """Loaded, and unloaded in the end.
+
+        Args:
+            folder: of the model.
+            stages: by id.
+            engines: by stage, where it is not the usual one.
+            engine_args: by stage.
+        """
+        made = {}
+        for i in stages:
+            args = dict(engine_args.get(i, {}))
+            made[i] = create_engine(omni_stage(folder, i, (engines or {}).get(i), engine_args=args))
         for engine in made.values():
             await engine.load()
         yield cls(made)

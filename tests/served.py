@@ -32,7 +32,7 @@ class Served:
     def __init__(self, command: list[str], folder: Path) -> None:
         self.log, self.port = folder / "serve.log", free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        env = {
+        self.env = {
             **os.environ,
             "PATH": f"{BIN}:{os.environ['PATH']}",
             "OMNIQ_NAMESPACE": f"serve{self.port}",
@@ -46,7 +46,7 @@ class Served:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=env,
+                env=self.env,
                 cwd=folder,
             )
 

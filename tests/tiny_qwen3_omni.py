@@ -83,6 +83,9 @@ def _config(tokenizer: Any) -> Any:
             "num_heads": 2,
             "out_hidden_size": HIDDEN,
             "num_position_embeddings": 16,
+            # As published ones have them; vLLM needs both, transformers neither.
+            "image_size": 64,
+            "apply_vit_abs_pos_embed": True,
             "deepstack_visual_indexes": [0],
             "initializer_range": 0.3,
         },

@@ -59,6 +59,8 @@ def run_api(host: str, port: int, *, access_log: bool = False) -> int:
     logging.basicConfig(
         level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    # It warns of every malformed form; its sender is told by the answer.
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)
     available_pipelines()
     app = create_app()
     config = uvicorn.Config(

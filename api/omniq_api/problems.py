@@ -14,7 +14,7 @@ import orjson
 from fastapi import FastAPI
 from fastapi.exceptions import HTTPException, RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -143,7 +143,13 @@ def omniq_problem(request: Request, exc: errors.OmniqError) -> Response:
 
 
 def incident(request: Request, exc: Exception) -> Response:
-    """500 without internals; the log holds the traceback under the id the client gets."""
+    """500 without internals; the log holds the traceback under the id the client gets.
+
+    A client that left before its body had come whole is no fault of the server's: nobody reads the
+    answer, and strangers shall not fill the log.
+    """
+    if isinstance(exc, ClientDisconnect):
+        return problem_response(request, 400, "incomplete_body", "the body has not come whole")
     incident_id = f"urn:uuid:{uuid.uuid4()}"
     logger.error("%s: %s %r failed", incident_id, request.method, _path(request), exc_info=exc)
     return problem_response(

@@ -83,6 +83,11 @@ class JobRequest(BaseModel):
         description="If a stage fails for good, or the deadline passes, the outputs that do "
         "without it are a success all the same: `partial`, with what is `missing`.",
     )
+    formats: dict[str, str] = Field(
+        default_factory=dict,
+        max_length=MAX_KEYS,
+        description='Of result files by output, e.g. `{"audio": "mp3"}`; default the pipeline\'s.',
+    )
     priority: int = Field(5, ge=0, le=9, strict=True, description="9 is served first.")
     timeout: float | None = Field(
         None,

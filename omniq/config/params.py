@@ -87,6 +87,33 @@ class RepetitionDetection(BaseModel):
     min_count: int = Field(ge=2)
 
 
+class MediaOptions(BaseModel):
+    """How an omni model takes videos (of vLLM's ``mm_processor_kwargs`` those)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    use_audio_in_video: bool | None = Field(
+        None, description="The sound of each video is heard with it; default false."
+    )
+    fps: float | None = Field(
+        None, gt=0, le=60, allow_inf_nan=False, description="Frames taken of a second; default 2."
+    )
+    min_frames: int | None = Field(
+        None, ge=2, le=4096, description="Frames taken of a short video; default the model's, 4."
+    )
+    max_frames: int | None = Field(
+        None, ge=2, le=4096, description="Frames taken of a long video; default the model's, 768."
+    )
+
+    @field_validator("max_frames")
+    @classmethod
+    def _least_below_most(cls, value: int | None, info: ValidationInfo) -> int | None:
+        least = info.data.get("min_frames")
+        if value is not None and least is not None and least > value:
+            raise ValueError(f"must be at least min_frames, {least}")
+        return value
+
+
 #: Beside one function.
 TOOL_CHOICES = ("none", "auto", "required")
 
@@ -157,6 +184,9 @@ class ARParams(StageParams):
     )
     parallel_tool_calls: bool | None = Field(None, description="More than one call an answer.")
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: MediaOptions | None = Field(
+        None, description="How an omni model takes videos."
+    )
     lora: str | None = Field(None, min_length=1, description="One of the stage's lora_modules.")
     dimensions: int | None = Field(None, ge=1, description="Of embeddings (pooling stages).")
     use_activation: bool | None = Field(None, description="Normalise (pooling stages).")

@@ -48,7 +48,16 @@ class InputConfig(ConfigModel):
     fps: float | None = Field(
         None, gt=0, le=240, description="Frames of a second that are taken of a video; unset: all."
     )
+    as_file: bool = Field(
+        False, description="Stages get a video as its file, uint8 [bytes], with all that is in it."
+    )
     description: str = ""
+
+    @model_validator(mode="after")
+    def _file_of_a_video(self) -> InputConfig:
+        if self.as_file and (self.type != "video" or self.fps is not None):
+            raise ValueError("'as_file' is given with type 'video', and without 'fps'")
+        return self
 
 
 class EdgeConfig(ConfigModel):
@@ -130,6 +139,10 @@ class OutputConfig(ConfigModel):
         if (self.type is Modality.AUDIO) != (self.sample_rate is not None):
             raise ValueError("'sample_rate' is given with type 'audio', and only then")
         return self
+
+    def in_format(self, form: str | None) -> OutputConfig:
+        """The same in that format; None: as it is."""
+        return self if form is None else self.model_copy(update={"format": form})
 
     @property
     def producer(self) -> str:
@@ -256,6 +269,11 @@ class PipelineConfig(ConfigModel):
     def files(self) -> tuple[str, ...]:
         """Names of the inputs that are files: pictures, sound, videos and tensors."""
         return tuple(n for n, i in self.inputs.items() if i.type in FILES)
+
+    @cached_property
+    def may_name_files(self) -> bool:
+        """Whether a request's inputs may be files, or conversations that name some."""
+        return bool(self.files) or any(i.type == "messages" for i in self.inputs.values())
 
     @cached_property
     def takers(self) -> dict[str, list[OmniStageConfig]]:

@@ -65,12 +65,13 @@ class Prompt:
     """What the first forward pass of a request gets.
 
     ``more`` are arguments beside the ids (pixels, positions). A token at place *i* behind the
-    prompt has position *i* + ``shift`` (media take fewer positions than tokens).
+    prompt has position *i* + ``shift`` (media take fewer positions than tokens, and a video's may
+    lie between whole numbers).
     """
 
     ids: list[int]
     more: Mapping[str, Any] = field(default_factory=dict)
-    shift: int = 0
+    shift: float = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -190,7 +191,7 @@ class TransformersAREngine(Engine):
         self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit
     ) -> StageOutput:
         """Generate until an end token, a stop string, ``max_tokens`` or the context's end."""
-        prompt = await self.in_thread(self._read, inputs, request.params)
+        prompt = await self._prompt(inputs, request.params)
         generation = self._generation(prompt, request.params, emit)
         self._waiting.append(generation)
         if self._steps is None or self._steps.done():
@@ -210,8 +211,12 @@ class TransformersAREngine(Engine):
 
     # -- one request -------------------------------------------------------------------------
 
+    async def _prompt(self, inputs: Mapping[str, StageInput], params: Mapping[str, Any]) -> Prompt:
+        """The request's prompt."""
+        return await self.in_thread(self._read, inputs, params)
+
     def _read(self, inputs: Mapping[str, StageInput], params: Mapping[str, Any]) -> Prompt:
-        """The request's prompt; on the model thread."""
+        """The same, on the model thread."""
         return Prompt(self._encoder.read(inputs, params, self._context))
 
     async def _follow(self, generation: Generation) -> None:
@@ -338,7 +343,9 @@ class TransformersAREngine(Engine):
         return self._forward(self._last([sequence]), cache, **more)
 
     def _positions(self, lengths: list[int], generations: list[Generation]) -> torch.Tensor:
-        """Positions of the next token of sequences that are so long: int64 [rows, 1]."""
+        """Positions of the next token of sequences that are so long: [rows, 1]; int64, or float32
+        if one of them is no whole number.
+        """
         places = [n + g.prompt.shift for n, g in zip(lengths, generations, strict=True)]
         return torch.tensor(places, device=self.device)[:, None]
 

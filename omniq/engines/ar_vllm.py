@@ -18,7 +18,8 @@ from omniq.engines.base import Emit, Engine, NullEmit, StageInput, StageOutput, 
 from omniq.engines.loading import loading, part_folder, tokenizer_folder
 from omniq.engines.text import PromptEncoder
 from omniq.engines.vllm import arguments, contract, scheduler
-from omniq.engines.vllm.hidden_states import StateCollector
+from omniq.engines.vllm.chunks import Chunks
+from omniq.engines.vllm.hidden_states import StateCollector, States
 from omniq.engines.vllm.inproc import in_process
 from omniq.engines.vllm.outputs import Generation
 from omniq.engines.vllm.parsers import Parsers
@@ -89,9 +90,13 @@ class VLLMAREngine(Engine):
 
     def _start(self) -> None:
         contract.checked(on_cpu=self.device == "cpu")
-        self._own, given = arguments.read(self.stage)
+        self._own, given = self._arguments()
         with in_process() if self._own.in_process else nullcontext():
             self._start_with(given)
+
+    def _arguments(self) -> tuple[arguments.OwnArgs, dict[str, Any]]:
+        """omniq's own engine arguments, and vLLM's."""
+        return arguments.read(self.stage)
 
     def _start_with(self, given: dict[str, Any]) -> None:
         v = contract.names()
@@ -264,7 +269,7 @@ class VLLMAREngine(Engine):
         each = stream or bool(self._own.stream_tokens)
         sampling = self._sampling(prompt, params, parser, stream=each)
         generation = Generation(sampling.max_tokens, sampling.n, emit, parser, stream=stream)
-        chunks = _Chunks(self, options["request_id"], generation, emit)
+        chunks = self._chunks(options["request_id"], generation, emit)
         if parser is not None:
             options = {**options, **parser.reasoning(prompt.ids)}
         with self._refusals(prompt, generation):
@@ -290,8 +295,15 @@ class VLLMAREngine(Engine):
         states = None
         if self._collector is not None:
             states = self._collector.take(options["request_id"])
-        made = generation.output(states, self._options)
+        made = self._output(generation, states)
         return _embeds(made) if self._own.text_encoder else made
+
+    def _chunks(self, request_id: str, generation: Generation, emit: Emit) -> Chunks:
+        """What hands the answer on while it grows."""
+        return Chunks(self._collector, self._options, request_id, generation, emit)
+
+    def _output(self, generation: Generation, states: Mapping[int, States] | None) -> StageOutput:
+        return generation.output(states, self._options)
 
     def _sampling(
         self, prompt: Prompt, params: Mapping[str, Any], parser: Any, *, stream: bool
@@ -350,33 +362,6 @@ class VLLMAREngine(Engine):
             if early and isinstance(cause, v.VLLMValidationError | ValueError):
                 raise refusal(cause, prompt=prompt.name) from exc
             raise EngineError(f"{where}: vLLM failed: {cause or exc}") from exc
-
-
-class _Chunks:
-    """Tokens and states of the only answer, handed on while it grows."""
-
-    def __init__(
-        self, engine: VLLMAREngine, request_id: str, generation: Generation, emit: Emit
-    ) -> None:
-        self._collector, self._options = engine._collector, engine._options
-        self._id, self._generation, self._emit = request_id, generation, emit
-        self._sent = 0
-
-    async def send(self, least: int, *, last: bool = False) -> None:
-        """Hand on what is new if it is ``least`` tokens or more; waits for slow readers."""
-        if len(self._generation.sequences) != 1:
-            return
-        tokens = self._generation.sequences[0].tokens
-        new = slice(self._sent, len(tokens))
-        if new.stop - new.start < least:
-            return
-        self._sent = new.stop
-        ids = torch.tensor(tokens[new], dtype=torch.int64)
-        await self._emit.achunk("token_ids", tensors={"token_ids": ids}, last=last)
-        if self._collector is not None and self._options is not None:
-            rows = self._collector.rows(self._id)[new]
-            states = self._options.shaped(torch.cat(rows))
-            await self._emit.achunk("hidden_states", tensors={"hidden_states": states}, last=last)
 
 
 def _placeholder(model_config: Any, kind: str, number: int) -> str | None:

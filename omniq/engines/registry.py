@@ -78,6 +78,13 @@ BUILTIN = (
     EngineSpec(EngineType.AR, "vllm", "omniq.engines.ar_vllm:VLLMAREngine", ("vllm",), "vllm"),
     EngineSpec(
         EngineType.AR,
+        "omni-thinker-vllm",
+        "omniq.engines.omni.vllm_thinker:VLLMThinkerEngine",
+        ("vllm", "torchvision"),
+        "vllm",
+    ),
+    EngineSpec(
+        EngineType.AR,
         "glm_image",
         "omniq.engines.ar_glm_image:GlmImageAREngine",
         _TORCH,

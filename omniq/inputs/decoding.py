@@ -86,6 +86,7 @@ def opened(data: bytes, field: str, kind: str, most_pixels: int = 1) -> Iterator
     try:
         container = av.open(
             io.BytesIO(data),
+            format=_format_of(data) if kind == "sound" else None,
             options=options,
             container_options={"format_whitelist": ",".join(FORMATS[kind])},
             io_open=_refuse_to_open,
@@ -106,6 +107,17 @@ def opened(data: bytes, field: str, kind: str, most_pixels: int = 1) -> Iterator
         raise invalid(field, f"the {kind} cannot be decoded: {exc}") from exc
 
 
+def _format_of(data: bytes) -> str | None:
+    """FFmpeg's name of a format without a head, by its first frame: of a file of one or two frames
+    FFmpeg itself cannot tell. None: it can.
+    """
+    if len(data) < 2 or data[0] != 0xFF or data[1] & 0xE0 != 0xE0:
+        return None
+    if data[1] & 0x06 == 0x02:  # layer III
+        return "mp3"
+    return "aac" if data[1] & 0xF6 == 0xF0 else None
+
+
 def _is_ours(exc: Exception) -> bool:
     """Whether this process lacks memory. FFmpeg says so of files, too, that claim absurd sizes."""
     return isinstance(exc, MemoryError) and not hasattr(exc, "errno")
@@ -113,7 +125,7 @@ def _is_ours(exc: Exception) -> bool:
 
 def _stream_of(container: Any, field: str, kind: str, most_pixels: int) -> Any:
     streams = container.streams.audio if kind == "sound" else container.streams.video
-    if not streams:
+    if not streams or (kind == "sound" and not streams[0].channels):
         raise invalid(field, f"the file holds no {kind}")
     stream = streams[0]
     context = stream.codec_context

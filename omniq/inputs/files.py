@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from omniq.config.pipeline import InputConfig, PipelineConfig
 from omniq.errors import ArtifactNotFound, InputTooLarge, JobNotFound
+from omniq.inputs.conversations import with_files
 from omniq.inputs.faults import invalid, too_large
 from omniq.inputs.pictures import pixels_of, transparency_of
-from omniq.inputs.remote import fetch_remote, with_remote_files
+from omniq.inputs.remote import fetch_remote
 from omniq.inputs.sounds import samples_of
 from omniq.inputs.sources import ArtifactId, RemoteFile, source_of
 from omniq.inputs.tensors import tensor_file
-from omniq.inputs.videos import frames_of
+from omniq.inputs.videos import file_of, frames_of
 from omniq.settings import get_settings
 
 #: Bytes of a result file by job id and name; InputTooLarge instead of reading too many.
@@ -30,7 +32,7 @@ class InputFile:
 
     ``data`` is a safetensors file: one tensor for each file that the client gave, in order of their
     names. Pictures are uint8 [H, W, 3], sound is float32 [samples] (mono, at the input's
-    ``sample_rate``), videos are uint8 [frames, H, W, 3].
+    ``sample_rate``), videos are uint8 [frames, H, W, 3] or, ``as_file``, uint8 [bytes].
     """
 
     data: bytes = field(repr=False)
@@ -41,7 +43,7 @@ async def read_inputs(
     pipeline: PipelineConfig, inputs: Mapping[str, Any], fetch: FETCH, *, local: bool = False
 ) -> dict[str, Any]:
     """``inputs`` with every file as an :class:`InputFile`; those read already stay. In messages,
-    remote files have become data URLs.
+    remote files and results of other jobs have become data URLs.
 
     Decoding happens in threads.
 
@@ -58,10 +60,11 @@ async def read_inputs(
     for name in pipeline.files:
         if name in inputs and not isinstance(inputs[name], InputFile):
             found[name] = await _read(name, pipeline.inputs[name], inputs[name], fetch, local)
-    if get_settings().remote_media:
-        for name, spec in pipeline.inputs.items():
-            if spec.type == "messages" and name in inputs:
-                found[name] = await with_remote_files(inputs[name], f"input.{name}")
+    for name, spec in pipeline.inputs.items():
+        if spec.type == "messages" and name in inputs:
+            where = f"input.{name}"
+            read = partial(_file_at, where=where, fetch=fetch)
+            found[name] = await with_files(inputs[name], where, read)
     return found
 
 
@@ -92,6 +95,11 @@ async def _read(name: str, spec: InputConfig, value: Any, fetch: FETCH, local: b
         for item, where in zip(given, fields, strict=True)
     ]
     return await asyncio.to_thread(_MAKE[spec.type], spec, sources, fields)
+
+
+async def _file_at(url: str, where: str, fetch: FETCH) -> bytes:
+    data: bytes = await _fetched(source_of(url, where, local=False), where, fetch)
+    return data
 
 
 async def _fetched(source: Any, where: str, fetch: FETCH) -> Any:
@@ -125,6 +133,9 @@ def _sounds(spec: InputConfig, sources: list[Any], fields: list[str]) -> InputFi
 
 
 def _videos(spec: InputConfig, sources: list[Any], fields: list[str]) -> InputFile:
+    if spec.as_file:
+        return _arrays(lambda source, where, _: file_of(source, where, spec), sources, fields)
+
     def video(source: Any, where: str, left: int) -> tuple[Any, dict[str, Any]]:
         frames, fps = frames_of(source, where, spec, left)
         count, height, width = frames.shape[:3]

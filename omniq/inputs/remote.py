@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin
 
@@ -15,11 +14,7 @@ if TYPE_CHECKING:
     import httpx
 
 MOST_REDIRECTS = 3
-#: Of one conversation.
-MOST_FILES = 16
 REDIRECTS = (301, 302, 303, 307, 308)
-#: Parts of a message that name a file, and the field with its URL.
-PARTS = ("image_url", "audio_url", "video_url")
 
 
 def is_remote(value: Any) -> bool:
@@ -51,69 +46,6 @@ async def fetch_remote(url: str, field: str) -> bytes:
     except httpx.HTTPError as exc:
         # Only its kind: what a connection says may tell of hosts that are nobody's business.
         raise invalid(field, f"the file cannot be fetched ({type(exc).__name__})") from exc
-
-
-async def with_remote_files(messages: Any, field: str) -> Any:
-    """Messages in which each remote URL of an allowed host has become a data URL.
-
-    All files of one conversation together have no more bytes and take no more time than one input
-    may, and there are at most ``MOST_FILES``.
-
-    Raises:
-        InvalidRequest: or its subclass InputTooLarge, as :func:`fetch_remote`.
-    """
-    settings = get_settings()
-    count = sum(_url_of(part) is not None for message in messages for part in _parts(message))
-    if count > MOST_FILES:
-        message = f"must name at most {MOST_FILES} files on other hosts, names {count}"
-        raise invalid(field, message)
-    try:
-        async with asyncio.timeout(settings.remote_timeout):
-            return await _with_files(messages, field, settings.max_input_bytes)
-    except TimeoutError as exc:
-        message = f"its files did not arrive within {settings.remote_timeout:g} s"
-        raise invalid(field, message) from exc
-
-
-def _parts(message: Any) -> list[Any]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
-
-
-async def _with_files(messages: Any, field: str, most: int) -> Any:
-    left, made = most, []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list):
-            parts = []
-            for part in content:
-                url = _url_of(part)
-                if url is not None:
-                    data = await fetch_remote(url, field)
-                    left -= len(data)
-                    if left < 0:
-                        raise too_large(field, f"its files have more than {most} bytes together")
-                    part = _with_url(part, data)  # noqa: PLW2901 - the same part
-                parts.append(part)
-            message = {**message, "content": parts}  # noqa: PLW2901 - the same message
-        made.append(message)
-    return made
-
-
-def _url_of(part: Any) -> str | None:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in PARTS:
-        return None
-    url = part.get(kind)
-    url = url.get("url") if isinstance(url, dict) else url
-    return url if is_remote(url) else None
-
-
-def _with_url(part: dict[str, Any], data: bytes) -> dict[str, Any]:
-    kind = part["type"]
-    url = f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
-    more = part[kind] if isinstance(part[kind], dict) else {}
-    return {**part, kind: {**more, "url": url}}
 
 
 async def _followed(url: str, field: str) -> bytes:

@@ -42,8 +42,7 @@ def samples_of(value: Any, field: str, sample_rate: int, most_seconds: float) ->
         clock.check(len(samples) / sample_rate)
     else:
         raise invalid(field, f"must be sound, not {type(value).__name__}")
-    if not samples.size:
-        raise invalid(field, "the sound holds no samples")
+    _check_any(samples, field)
     if not np.isfinite(samples).all():
         raise invalid(field, "has samples that are NaN or infinite")
     return samples
@@ -55,13 +54,22 @@ def sound_of(data: bytes, field: str) -> tuple[Samples, int]:
     Raises:
         InputTooLarge, UnsupportedInput, InvalidRequest: as :func:`samples_of`.
     """
-    return _decoded(data, field, None, Clock(field, float("inf")))
+    samples, rate = _decoded(data, field, None, Clock(field, float("inf")))
+    _check_any(samples, field)
+    return samples, rate
+
+
+def _check_any(samples: Samples, field: str) -> None:
+    if not samples.size:
+        raise invalid(field, "the sound holds no samples")
 
 
 def _decoded(data: bytes, field: str, sample_rate: int | None, clock: Clock) -> tuple[Samples, int]:
     """At ``sample_rate``, or if that is None at the file's own."""
     import numpy as np  # noqa: PLC0415 - as above
 
+    if _is_empty_wav(data):
+        raise invalid(field, "the sound holds no samples")
     pieces: list[Samples] = []
     rate, count = 0, 0
     with opened(data, field, "sound") as (container, stream):
@@ -94,7 +102,24 @@ def _decoded(data: bytes, field: str, sample_rate: int | None, clock: Clock) -> 
         for frame in container.decode(stream):
             take(frame)
         take(None)
-        if pieces and sample_rate not in (None, rate):
+        if count and sample_rate not in (None, rate):
             pieces.extend(f.to_ndarray().reshape(-1) for f in to_rate.resample(None))
+            if not sum(len(piece) for piece in pieces):
+                raise invalid(field, f"the sound is too short: {count} samples at {rate} hertz")
     samples = np.concatenate(pieces) if pieces else np.zeros(0, np.float32)
     return samples, sample_rate or rate
+
+
+def _is_empty_wav(data: bytes) -> bool:
+    """Whether a WAV file's samples are none, and more chunks behind them fill it to its end.
+
+    FFmpeg takes a length of 0 for one that nobody knew, and would make sound of those chunks.
+    """
+    if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
+        return False
+    at, empty = 12, False
+    while at + 8 <= len(data):
+        name, length = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
+        empty = empty or (name == b"data" and not length)
+        at += 8 + length + length % 2
+    return empty and at - 1 <= len(data) <= at

@@ -24,6 +24,8 @@ NOTHING_FETCHED = (
 )
 #: Of both, in characters: more names nothing, and would be repeated in an error.
 _MOST_NAME = 256
+#: Of such a path, with the one it is mounted under.
+_MOST_PATH = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,11 @@ class ArtifactId:
 
     job: str
     artifact: str
+
+
+def is_artifact_path(url: str) -> bool:
+    """Whether that is the path under which the API serves a result file."""
+    return len(url) <= _MOST_PATH and _ARTIFACT_PATH.fullmatch(url) is not None
 
 
 def source_of(value: Any, field: str, *, local: bool) -> Any:

@@ -69,6 +69,9 @@ class JobSpec(BaseModel):
     tenant: str = Field("", description="Whose job it is; empty: nobody's in particular.")
     deadline: float | None = Field(None, description="Unix time after which nobody wants it.")
     metadata: dict[str, str] = Field(default_factory=dict, description="The client's own labels.")
+    formats: dict[str, str] = Field(
+        default_factory=dict, description="Of result files by output; default the pipeline's."
+    )
     stream: bool = Field(
         True, description="Whether pieces of text are wanted while they are made (stage.delta)."
     )

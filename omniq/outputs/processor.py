@@ -64,6 +64,14 @@ class MultimodalOutputProcessor:
         """
         self._handler(name, config).format_of(name, config)
 
+    def formats_of(self, config: OutputConfig) -> tuple[str, ...]:
+        """What ``config`` may name as its format.
+
+        Raises:
+            ConfigError: unknown type.
+        """
+        return self._handler("", config).formats
+
     def process(
         self, name: str, config: OutputConfig, data: Any, context: OutputContext
     ) -> ProcessedOutput:

@@ -19,6 +19,8 @@ ENCODERS: dict[str, tuple[str, str, int | None]] = {
     "opus": ("ogg", "libopus", 64_000),
     "aac": ("adts", "aac", 96_000),
 }
+#: FFmpeg's readers of what those muxers write.
+READERS = {"flac": "flac", "mp3": "mp3", "opus": "ogg", "aac": "aac"}
 #: Options of muxers for streams: what is ready goes out at once; pages of Ogg are short; and an MP3
 #: has no frame in front that tells its length.
 STREAMED = {
@@ -27,6 +29,8 @@ STREAMED = {
     "opus": {"flush_packets": "1", "page_duration": "100000"},
     "aac": {"flush_packets": "1"},
 }
+#: Of a second: what is shorter is filled up to that, if it would become nothing.
+PADDED_BELOW = 100
 #: Samples handed to an encoder at once.
 BLOCK = 1 << 16
 
@@ -112,6 +116,7 @@ class _Encoder:
         import av  # noqa: PLC0415 - an extra
 
         self._av, self._sample_rate, self._at = av, sample_rate, 0
+        self._begun = False
         container_format, encoder, bits = ENCODERS[form]
         self._layout = "mono" if channels == 1 else "stereo"
         self._container = av.open(file, "w", format=container_format, options=options or {})
@@ -130,6 +135,8 @@ class _Encoder:
 
     def feed(self, samples: Integers) -> None:
         """int16 [channels, samples]."""
+        if not samples.size:  # FFmpeg makes no frame of none
+            return
         block = np.ascontiguousarray(samples.T).reshape(1, -1)
         frame = self._av.AudioFrame.from_ndarray(block, format="s16", layout=self._layout)
         frame.sample_rate, frame.pts = self._sample_rate, self._at
@@ -137,13 +144,21 @@ class _Encoder:
         self._mux(frame)
 
     def finish(self) -> None:
-        """Write what is left, and the file's end."""
+        """Write what is left, and the file's end.
+
+        What is too short for the resampler to give anything, nothing included, becomes a moment of
+        silence: no encoder but FLAC's makes a file of nothing that can be read.
+        """
+        if not self._begun and self._at < self._sample_rate // PADDED_BELOW:
+            missing = self._sample_rate // PADDED_BELOW - self._at
+            self.feed(np.zeros((1 if self._layout == "mono" else 2, missing), np.int16))
         self._mux(None)
         self._container.mux(self._stream.encode())
         self._container.close()
 
     def _mux(self, frame: Any) -> None:
         for ready in self._resampler.resample(frame):
+            self._begun = True
             self._container.mux(self._stream.encode(ready))
 
 
@@ -170,9 +185,16 @@ def integers_of(data: bytes, form: str) -> tuple[Integers, int]:
         return np.frombuffer(frames, "<i2").reshape(-1, channels).T, rate
     import av  # noqa: PLC0415 - an extra
 
-    with av.open(io.BytesIO(data)) as container:
-        stream = container.streams.audio[0]
-        resampler = av.AudioResampler(format="s16", layout=stream.layout)
-        parts = [f for frame in container.decode(stream) for f in resampler.resample(frame)]
-        packed = np.concatenate([part.to_ndarray().reshape(-1) for part in parts])
-        return packed.reshape(-1, stream.channels).T, stream.rate
+    # By name: of a short file FFmpeg cannot tell what it is.
+    try:
+        with av.open(io.BytesIO(data), format=READERS[form]) as container:
+            stream = container.streams.audio[0]
+            if not stream.channels:
+                raise ValueError(f"no {form} file that can be read: it has no channels")
+            resampler = av.AudioResampler(format="s16", layout=stream.layout)
+            parts = [f for frame in container.decode(stream) for f in resampler.resample(frame)]
+            packed = [part.to_ndarray().reshape(-1) for part in parts]
+            joined = np.concatenate(packed) if packed else np.zeros(0, np.int16)
+            return joined.reshape(-1, stream.channels).T, stream.rate
+    except (av.FFmpegError, IndexError) as exc:
+        raise ValueError(f"no {form} file that can be read: {exc}") from exc

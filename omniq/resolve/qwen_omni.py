@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from omniq.config import EngineType
+from omniq.engines.registry import resolve
 from omniq.errors import ConfigError
 from omniq.resolve.base import BuildOptions, ModelFamily, as_flags
 from omniq.resolve.files import CONFIG, ModelFiles
@@ -12,13 +14,24 @@ from omniq.resolve.language_model import conversation
 from omniq.resolve.own_engines import placed, refuse_encoder
 
 IN_FLIGHT = 16
-#: Arguments by vLLM's names that the thinker's engine has.
+#: The thinker's, by what it runs on.
+ENGINES = {"transformers": "omni-thinker", "vllm": "omni-thinker-vllm"}
+#: What the thinker on vLLM takes of a GPU that talker and vocoder share.
+SHARED_GPU = 0.8
+#: Arguments by vLLM's names that the thinker's engine on transformers has.
 THINKER_ARGS = frozenset(
     {
         *("custom_chat_template", "chat_template_content_format", "default_chat_template_kwargs"),
         *("max_model_len", "generation_config"),
     }
 )
+#: Files beside a prompt. Videos stay files: a request's parameters say which of their frames are
+#: taken, and whether their sound is.
+MEDIA: Mapping[str, Mapping[str, Any]] = {
+    "image": {"type": "image", "max_items": 16},
+    "audio": {"type": "audio", "max_items": 16, "max_seconds": 300},
+    "video": {"type": "video", "max_items": 16, "as_file": True},
+}
 #: Of ``generate`` in transformers, where a request says nothing.
 THINKER = {"temperature": 0.0, "max_tokens": 1024}
 TALKER = {"temperature": 0.9, "repetition_penalty": 1.05, "max_tokens": 4096}
@@ -32,9 +45,9 @@ SAMPLE_RATE = 24_000
 
 
 class QwenOmni(ModelFamily):
-    """Text, pictures and sound in; text and speech out, both while they are made."""
+    """Text, pictures, sound and video in; text and speech out, both while they are made."""
 
-    description: ClassVar[str] = "text, pictures and sound to text and speech"
+    description: ClassVar[str] = "text, pictures, sound and video to text and speech"
     #: Of config.json.
     model_type: ClassVar[str]
     #: Defaults of the talker beside those of both models.
@@ -49,33 +62,31 @@ class QwenOmni(ModelFamily):
         return (files.json(CONFIG) or {}).get("model_type") == self.model_type
 
     def build(self, files: ModelFiles, options: BuildOptions) -> dict[str, Any]:
-        """The three stages; vLLM's flags that the thinker's engine has are the thinker's.
+        """The three stages; vLLM's flags are the thinker's, as far as its engine has them.
 
         Raises:
-            ConfigError: another engine, or arguments that the thinker's lacks, are asked for.
+            ConfigError: arguments that the thinker's engine lacks are asked for.
         """
-        if options.engine == "vllm":
-            raise ConfigError(
-                f"--engine vllm: the thinker of {self.name} runs on transformers",
-                hint="leave --engine out",
-            )
+        engine = thinker_engine(options.engine)
         refuse_encoder(options, self.name)
         args = dict(options.engine_args)
         shared = {"model": files.model, "dtype": args.pop("dtype", "auto")}
         in_flight = args.pop("max_num_seqs", IN_FLIGHT)
-        if unknown := sorted(set(args) - THINKER_ARGS):
+        if engine == "transformers" and (unknown := sorted(set(args) - THINKER_ARGS)):
             raise ConfigError(
                 f"{as_flags(unknown)}: the thinker of {self.name} runs on transformers, which has "
                 f"only {', '.join(sorted(THINKER_ARGS))}",
-                hint="--stage-overrides gives each stage its own",
+                hint="--engine vllm has them; --stage-overrides gives each stage its own",
             )
         speaks = bool((files.json(CONFIG) or {}).get("enable_audio_output", True))
+        if engine == "vllm" and speaks and options.gpus == 1:
+            args = {"gpu_memory_utilization": SHARED_GPU, **args}
         thinker = {
             **shared,
             "stage_id": "thinker",
             "engine_type": "AR",
-            "engine": "omni-thinker",
-            "input_modalities": ["text", "image", "audio"],
+            "engine": ENGINES[engine],
+            "input_modalities": ["text", *MEDIA],
             "output_modalities": ["text", *(["hidden_states"] if speaks else [])],
             "engine_args": {"stream_tokens": THINKER_TOKENS, **args},
             "max_in_flight": in_flight,
@@ -86,6 +97,8 @@ class QwenOmni(ModelFamily):
             "stages": [thinker],
             **conversation("thinker"),
         }
+        mapping["inputs"] |= {name: {"required": False, **spec} for name, spec in MEDIA.items()}
+        mapping["edges"] += [{"from": f"input.{n}", "to": f"thinker.{n}"} for n in MEDIA]
         if speaks:
             self._speak(mapping, shared, in_flight)
         mapping["stages"] = placed(mapping["stages"], options.gpus, self.plans)
@@ -129,6 +142,14 @@ class QwenOmni(ModelFamily):
             2: dict(zip(self.stages, ("0", "1", "1"), strict=True)),
             3: dict(zip(self.stages, ("0", "1", "2"), strict=True)),
         }
+
+
+def thinker_engine(asked: str) -> str:
+    """``vllm`` or ``transformers``; by itself vLLM where all that it needs is installed."""
+    if asked != "auto":
+        return asked
+    missing = resolve(EngineType.AR, ENGINES["vllm"]).missing()
+    return "vllm" if missing is None else "transformers"
 
 
 class Qwen25Omni(QwenOmni):

@@ -169,12 +169,11 @@ class ApiServer:
             assert time.monotonic() < deadline, "the API has not come up"
             time.sleep(0.05)
 
-    def stop(self, number: int = signal.SIGTERM) -> tuple[int, float]:
-        """Exit status, and how long stopping took."""
-        begun = time.monotonic()
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Exit status; it must end long before anything that clients wait for."""
         self.process.send_signal(number)
         try:
-            return self.process.wait(10), time.monotonic() - begun
+            return self.process.wait(20)
         finally:
             self.kill()
 

@@ -17,9 +17,11 @@ from sounds import tone
 from test_input_files import encoded as picture
 
 from omniq.config import PipelineConfig
+from omniq.config.pipeline import InputConfig
 from omniq.config.request import validate_request
 from omniq.errors import InputTooLarge, InvalidRequest, OmniqError, UnsupportedInput
 from omniq.inputs import InputFile, read_inputs
+from omniq.inputs.videos import chosen_frames
 from omniq.outputs.base import OutputContext
 from omniq.outputs.sound import to_int16
 from omniq.outputs.sound_files import encoded
@@ -34,9 +36,12 @@ PIPELINE = PipelineConfig.model_validate(
             "audio": {"type": "audio", "required": False, "max_items": 2, "max_seconds": 1.5},
             "video": {"type": "video", "required": False, "max_pixels": 2000, "max_frames": 12},
             "slow": {"type": "video", "required": False, "max_pixels": 2000, "fps": 4},
+            "file": {"type": "video", "required": False, "max_pixels": 2000, "as_file": True},
         },
         "stages": [{"stage_id": "ar", "engine_type": "AR", "model": "none"}],
-        "edges": [{"from": f"input.{n}", "to": f"ar.{n}"} for n in ("audio", "video", "slow")],
+        "edges": [
+            {"from": f"input.{n}", "to": f"ar.{n}"} for n in ("audio", "video", "slow", "file")
+        ],
         "outputs": {"text": {"from": "ar.text", "type": "text"}},
     }
 )
@@ -77,6 +82,15 @@ def video(data: Any = None, fps: float = 8.0) -> bytes:
     artifact = VideoHandler().encode("v", "mp4", {"v": given}, context).artifact
     assert artifact is not None
     return artifact.data
+
+
+def shortened(data: bytes) -> bytes:
+    """The same MP4 with an edit list that begins at its fourth frame."""
+    at = data.index(b"elst") + 4 + 4 + 4  # version and flags, count
+    length, start, speed = struct.unpack(">iiI", data[at : at + 12])
+    scale = struct.unpack(">I", data[data.index(b"mdhd") + 16 :][:4])[0]
+    edit = struct.pack(">iiI", length, start + 3 * scale // 8, speed)
+    return data[:at] + edit + data[at + 12 :]
 
 
 def remuxed(data: bytes, form: str) -> bytes:
@@ -152,6 +166,40 @@ async def test_frames_are_taken_at_the_pipelines_rate() -> None:
     assert slower.shown[0]["frames"] == 8, "no frame is taken twice"
 
 
+async def test_a_video_may_come_as_its_file() -> None:
+    """Looked at, but not decoded."""
+    made = await read(video(), "file")
+    assert made.shown == [{"width": 48, "height": 32, "bytes": len(video())}]
+    assert load(made.data)["0000"].tobytes() == video()
+    with pytest.raises(ValueError, match="'as_file' is given with type 'video'"):
+        InputConfig(type="audio", as_file=True)
+
+
+async def test_chosen_frames_of_a_video() -> None:
+    """Of as many as are counted; another count than decoding gives is not believed."""
+    asked: list[tuple[int, float]] = []
+
+    def every_third(total: int, rate: float) -> range:
+        asked.append((total, rate))
+        return range(0, total, 3)
+
+    whole = await array(video(), "video")
+    for form in ("mp4", "matroska"):
+        data = remuxed(video(), form)
+        chosen = chosen_frames(data, "x", every_third, 1 << 20)
+        assert np.array_equal(chosen.pixels, whole[::3])
+        assert (chosen.places, chosen.total) == ([0, 3, 6], 8)
+        assert chosen.rate == pytest.approx(8, rel=0.01)
+    assert [total for total, _ in asked] == [8, 8]
+    # An edit list that begins in the middle: packets before it are decoded, not shown.
+    asked.clear()
+    chosen = chosen_frames(shortened(video()), "x", every_third, 1 << 20)
+    assert chosen.total == asked[-1][0] < 8
+    assert np.array_equal(chosen.pixels, whole[8 - chosen.total :][::3])
+    with pytest.raises(InputTooLarge, match="which are allowed"):
+        chosen_frames(video(), "x", every_third, 3 * 48 * 32 * 3 - 1)
+
+
 async def test_a_video_is_turned_as_it_says() -> None:
     data = video()
     at = data.index(b"tkhd") + 4 + 40
@@ -167,6 +215,11 @@ def pcm_float(samples: Any) -> bytes:
     head = struct.pack("<4sI4s4sIHHIIHH", b"RIFF", 36 + len(data), b"WAVE", b"fmt ", 16, 3, 1,
                        RATE, RATE * 4, 4, 32)  # fmt: skip
     return head + struct.pack("<4sI", b"data", len(data)) + data
+
+
+def empty_wav(behind: bytes) -> bytes:
+    """Without samples, but maybe with other chunks behind them."""
+    return pcm_float([]) + behind
 
 
 def mjpeg() -> bytes:
@@ -197,6 +250,12 @@ FAULTS: list[tuple[str, Any, type[OmniqError], str]] = [
     ("audio", pcm_channels(1, 2**31 - 1), InvalidRequest, "samples a second, has 2147483647"),
     ("audio", pcm_float([]), InvalidRequest, "holds no samples"),
     ("audio", b"", UnsupportedInput, "must be WAV, FLAC"),
+    ("audio", empty_wav(b""), InvalidRequest, "holds no samples"),
+    ("audio", empty_wav(b"LIST" + struct.pack("<I", 10) + bytes(10)), InvalidRequest, "no samples"),
+    ("audio", b"\xff\xf1", InvalidRequest, "holds no sound"),
+    ("audio", b"\xff\xfb" + bytes(30), UnsupportedInput, "must be WAV, FLAC"),
+    ("audio", encoded(np.ones(1, np.int16), RATE, "opus", OutputContext("j")), InvalidRequest,
+     "the sound is too short: 3 samples at 48000 hertz"),
     ("audio", b"no sound at all" * 50, UnsupportedInput, "must be WAV, FLAC"),
     ("audio", picture(), UnsupportedInput, "must be WAV, FLAC"),
     ("audio", PLAYLIST, UnsupportedInput, "must be WAV, FLAC"),
@@ -218,6 +277,11 @@ FAULTS: list[tuple[str, Any, type[OmniqError], str]] = [
     ("video", [video()] * 2, InvalidRequest, "must have 1 to 1 videos, has 2"),
     ("audio", 3, InvalidRequest, "must be sound, not int"),
     ("video", True, InvalidRequest, "must be a video, not bool"),
+    ("file", [video(), b"x"], InvalidRequest, "must have 1 to 1 videos, has 2"),
+    ("file", picture(), UnsupportedInput, "must be MP4"),
+    ("file", mjpeg(), UnsupportedInput, "mjpeg is not read"),
+    ("file", video(frames(2, 48, 48)), InputTooLarge, "at most 2000 pixels a frame, has 48 x 48"),
+    ("file", 3, InvalidRequest, "must be a video file, not int"),
 ]  # fmt: skip
 
 
@@ -300,6 +364,16 @@ async def test_cut_files_are_an_error_or_shorter(tmp_path: Path) -> None:
                 await read(data[: len(data) * part // 12], name)
             except InvalidRequest as exc:
                 assert exc.message.startswith(f"input.{name}")
+
+
+@pytest.mark.parametrize("form", ["wav", "flac", "mp3", "opus", "aac"])
+async def test_a_few_samples_are_sound(form: str) -> None:
+    """FFmpeg cannot tell the format of one or two frames by itself."""
+    random = np.random.default_rng(2)
+    for count in (1, 50, 500, 1100) if form != "opus" else (200, 1100):
+        samples = (random.standard_normal(count) * 3000).astype(np.int16)
+        found = await array(encoded(samples, RATE, form, OutputContext("j")))
+        assert count <= len(found) <= count + 3000
 
 
 def test_wav_of_python_is_read_too() -> None:

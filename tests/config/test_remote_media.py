@@ -222,10 +222,31 @@ async def test_files_in_messages_become_data_urls(host: str, allowed: None) -> N
         await read_inputs(CHAT, {"messages": turn("http://10.0.0.1/x")}, fetch)
 
 
+async def test_results_of_other_jobs_in_messages_become_data_urls() -> None:
+    """Without any host that may be asked."""
+    asked = []
+
+    async def stored(job: str, name: str) -> bytes:
+        asked.append((job, name))
+        if job == "gone":
+            raise ArtifactNotFound("no artifact 'image' of job 'gone'")
+        return encoded()
+
+    messages = turn("/v1/jobs/a1/artifacts/image", "https://example.com/x.png", "data:,")
+    made = (await read_inputs(CHAT, {"messages": messages}, stored))["messages"]
+    _, first, *others = made[0]["content"]
+    assert asked == [("a1", "image")]
+    assert base64.b64decode(first["image_url"]["url"].partition(",")[2]) == encoded()
+    assert others == messages[0]["content"][2:], "left to the stage, which refuses the URL"
+    with pytest.raises(InvalidRequest, match=r"input\.messages: no artifact 'image' of job 'gone'"):
+        gone = {"messages": turn("/v1/jobs/gone/artifacts/image")}
+        await read_inputs(CHAT, gone, stored)
+
+
 async def test_files_of_a_conversation_are_bounded_together(
     host: str, allowed: None, setting: Any
 ) -> None:
-    with pytest.raises(InvalidRequest, match="at most 16 files on other hosts, names 17"):
+    with pytest.raises(InvalidRequest, match="at most 16 files that lie elsewhere, names 17"):
         await read_inputs(CHAT, {"messages": turn(*[f"{host}/picture"] * 17)}, fetch)
     setting(remote_timeout=1.0)
     with pytest.raises(InvalidRequest, match=r"did not arrive within 1 s"):

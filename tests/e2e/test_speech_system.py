@@ -241,6 +241,23 @@ def test_generate_answers_with_the_sound(system: System) -> None:
     assert np.array_equal(av_samples(answer.content)[0], expected(2))
 
 
+def test_a_job_says_the_format_of_its_sound(system: System) -> None:
+    body = {"pipeline": "plain", "input": {"script": "a b"}}
+    flac = httpx.post(f"{system.url}/v1/generate", json={**body, "formats": {"voice": "flac"}})
+    assert flac.headers["content-type"] == "audio/flac"
+    assert np.array_equal(av_samples(flac.content)[0], expected(2))
+    as_declared = httpx.post(f"{system.url}/v1/generate", json=body)
+    assert as_declared.headers["content-type"] == "audio/mpeg"
+    for formats, fault in (
+        ({"voice": "midi"}, "must be one of wav, flac, mp3, opus, aac; got 'midi'"),
+        ({"song": "wav"}, "no such output is made; made are: voice"),
+    ):
+        answer = httpx.post(f"{system.url}/v1/jobs", json={**body, "formats": formats})
+        assert answer.status_code == 422
+        (error,) = answer.json()["errors"]
+        assert error == {"field": f"formats.{next(iter(formats))}", "message": fault}
+
+
 def test_speed_one_is_no_wish(system: System) -> None:
     assert system.speak("a", speed=1.0)
 

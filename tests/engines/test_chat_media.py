@@ -65,6 +65,16 @@ def test_wav_needs_no_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(plain[0], by_av[0]) and plain[1] == by_av[1]
 
 
+@pytest.mark.parametrize("with_av", [True, False])
+def test_a_wav_without_samples_is_refused(monkeypatch: pytest.MonkeyPatch, with_av: bool) -> None:
+    if not with_av:
+        monkeypatch.setattr(media, "find_spec", lambda name: None)
+    empty = base64.b64encode(encoded(np.zeros(0, np.int16), RATE, "wav", OutputContext("j")))
+    part = {"type": "input_audio", "input_audio": {"data": empty.decode(), "format": "wav"}}
+    with pytest.raises(InvalidRequest, match="holds no samples"):
+        of(part)
+
+
 def test_video_in_messages() -> None:
     plain, found = of({"type": "video_url", "video_url": {"url": url(clip())}})
     assert plain[0]["content"] == [{"type": "video"}]
@@ -109,5 +119,10 @@ def test_inputs_of_a_pipeline() -> None:
     assert found["video"][0][1]["fps"] == 4.0
     old = media.of_inputs({"audio": StageInput({"sample_rate": 8_000}, {"0": samples})})
     assert old["audio"][0][1] == 8_000
+    file = torch.frombuffer(bytearray(clip()), dtype=torch.uint8)
+    read = media.of_inputs({"video": StageInput([{"bytes": len(file)}], {"0": file})})
+    assert read["video"][0][0].shape == (4, 16, 16, 3)
+    with pytest.raises(InvalidRequest, match=r"input\.video: must be MP4"):
+        media.of_inputs({"video": StageInput(None, {"0": file[200:]})})
     with pytest.raises(InvalidRequest, match=r"must be uint8 \[frames, H, W, 3\]"):
         media.of_inputs({"video": StageInput(None, {"0": frames.float()})})

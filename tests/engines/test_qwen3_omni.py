@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from omni_stages import OmniStages, omni_stage
+from qwen3_omni_reference import Reference
 from qwen_omni_reference import SEED, turn
 from tiny_qwen3_omni import GROUPS, SAMPLES_A_FRAME, make_qwen3_omni
 from tiny_qwen_omni import picture, sound
@@ -16,64 +19,11 @@ from tiny_qwen_omni import picture, sound
 from omniq.engines import create_engine
 from omniq.engines.base import NullEmit, StageInput, StageRequest
 from omniq.engines.omni import qwen3
-from omniq.engines.omni.families import QWEN3
-from omniq.engines.omni.prompts import MediaPrompts
 from omniq.engines.omni.reply import ThinkerPrompt
-from omniq.engines.text import PromptEncoder
 from omniq.errors import InvalidRequest
 
 STAGES = ("thinker", "talker", "code2wav")
 ENGINES = {"code2wav": "omni-code2wav"}
-
-
-class Reference:
-    """The whole model in transformers."""
-
-    def __init__(self, folder: Path) -> None:
-        from transformers import Qwen3OmniMoeForConditionalGeneration
-
-        self.model = Qwen3OmniMoeForConditionalGeneration.from_pretrained(
-            folder, dtype=torch.float32
-        ).eval()
-        self._prompts = MediaPrompts(
-            folder, PromptEncoder(folder, chat_template=True), QWEN3.processor
-        )
-        self.codes = torch.zeros(0)
-        decode, talk = self.model.code2wav.chunked_decode, self.model.talker.generate
-
-        def kept(codes: torch.Tensor, **more: Any) -> torch.Tensor:
-            self.codes = codes[0].T
-            return decode(codes, **more)
-
-        def seeded(**more: Any) -> Any:
-            torch.manual_seed(SEED)
-            return talk(**more)
-
-        self.model.code2wav.chunked_decode = kept
-        self.model.talker.generate = seeded
-
-    def answer(
-        self, messages: list[dict[str, Any]], tokens: int, codes: int, **more: Any
-    ) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-        """Tokens, frames of codes and waveform."""
-        ids, media = self._prompts.read({"messages": StageInput(messages)}, {}, 1024)
-        tensor = torch.tensor([ids])
-        made, waveform = self.model.generate(
-            input_ids=tensor,
-            attention_mask=torch.ones_like(tensor),
-            **media,
-            thinker_max_new_tokens=tokens,
-            thinker_eos_token_id=self.model.config.im_end_token_id,
-            talker_max_new_tokens=codes,
-            **more,
-        )
-        return (
-            made.sequences[0, len(ids) :].tolist()
-            if hasattr(made, "sequences")
-            else made[0, len(ids) :].tolist(),
-            self.codes,
-            waveform.reshape(-1),
-        )
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +83,29 @@ async def test_staged_equals_generate(
     assert audio.shape == waveform.shape
     assert waveform.std() > 1e-3
     torch.testing.assert_close(audio, waveform, atol=1e-4, rtol=0)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("vllm", "torchvision"))),
+    reason="needs vllm and torchvision",
+)
+async def test_a_thinker_on_vllm(folder: Path, reference: Reference) -> None:
+    """All prompts at once, streamed to the talker: tokens, codes and waveform of ``generate``."""
+    engines = {**ENGINES, "thinker": "omni-thinker-vllm"}
+    args = {"max_model_len": 1024, "in_process": True, "max_num_batched_tokens": 64}
+    expected = [reference.answer(m, 20, 30) for m in PROMPTS.values()]
+    async with OmniStages.loaded(folder, STAGES, engines, thinker=args) as stages:
+        together = await asyncio.gather(
+            *(stages.streamed(params(), messages=m) for m in PROMPTS.values())
+        )
+    for (tokens, codes, waveform), (made, _) in zip(expected, together, strict=True):
+        assert made["thinker"].tensors["token_ids"]["token_ids"].tolist() == tokens
+        assert made["talker"].tensors["codes"]["codes"].tolist() == codes.tolist()
+        audio = made["code2wav"].tensors["audio"]["audio"]
+        assert audio.shape == waveform.shape
+        torch.testing.assert_close(audio, waveform, atol=1e-4, rtol=0)
 
 
 async def test_greedy_speech_of_another_voice(staged: OmniStages, reference: Reference) -> None:

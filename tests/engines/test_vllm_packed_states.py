@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from omniq.engines.vllm.hidden_states import StateOptions, with_places
 from omniq.engines.vllm.model_runner import _Rows
 from omniq.engines.vllm.scheduler import Unpacker, pack
 
@@ -86,3 +87,23 @@ def test_between_processes_states_are_one_tensor() -> None:
         None if t is None else t.tolist() for t in sent
     ]
     assert pickle.loads(pickle.dumps(_Rows([None, None]))) == [None, None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layers", [-1, (0, 1)])
+def test_places_travel_with_their_rows_bit_by_bit(dtype: torch.dtype, layers: Any) -> None:
+    """Through packing and pickling, in types that cannot hold such numbers."""
+    options = StateOptions(positions="all", layers=layers, places=True)
+    count = 1 if layers == -1 else len(layers)
+    states = torch.randn(5, count, 8).to(dtype)
+    places = torch.tensor([[0, 1, 70_001, 2**31 - 1, 4], [0, 1, 7, 8, 9], [0, 2, 0, 2, 0x7F800001]])
+    whole = with_places(states, places)
+    sent = pickle.loads(pickle.dumps(_Rows([whole[:1], None, whole[1:]])))
+    outputs: list[Any] = [Output(row) for row in (*sent[0].split(1), *sent[2].split(1))]
+    pack(outputs)
+    Unpacker().unpack(outputs)
+    rows = torch.cat([o.pooling_output for o in outputs])
+    assert options.placed(rows).tolist() == places.tolist()
+    shaped = options.shaped(rows)
+    assert shaped.is_contiguous()
+    assert torch.equal(shaped, states[:, 0] if layers == -1 else states)

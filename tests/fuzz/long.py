@@ -1,8 +1,10 @@
 """The long form of the fuzz tests: many bad inputs, a table, and every finding with its seed.
 
     python tests/fuzz/long.py --count 100000 --seconds 480 --seed 7
+    python tests/fuzz/long.py --count 100000 --targets api --seed 7
 
 ``--count`` inputs are divided among the targets; ``--seconds`` ends early, with what was done.
+What the API's process holds, and the keys of jobs that are left in the broker, are looked at too.
 The exit status is 1 if there were findings.
 """
 
@@ -18,12 +20,21 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
+import redis  # noqa: E402 - as below
+from leaks import Held, cancel_all, keys_left  # noqa: E402 - found by then
 from runs import HEADER, Report, feed, feed_api, running_api  # noqa: E402 - found by then
 from support import Valkey  # noqa: E402 - as above
 from targets import LOCAL  # noqa: E402 - as above
 
 #: Parts of all inputs; the rest is shared by the others.
 SHARES = {"api": 0.1, "pipelines": 0.04, "videos": 0.06, "sounds": 0.1, "files": 0.1}
+
+#: Requests to the API between two times that all jobs are ended: fewer than may be open.
+ROUND = 2000
+#: Clients that ask the API at once.
+CLIENTS = 4
+#: Seconds that the API's ended jobs are kept.
+RETENTION = 5
 
 
 def main() -> int:
@@ -37,10 +48,11 @@ def main() -> int:
     until = time.monotonic() + given.seconds
     others = [t for t in given.targets if t not in SHARES]
     left = 1.0 - sum(SHARES.get(t, 0.0) for t in given.targets)
+    whole = 1.0 if others else 1.0 - left
     reports = []
     print(HEADER, flush=True)
     for name in given.targets:
-        share = SHARES.get(name, left / max(1, len(others)))
+        share = SHARES.get(name, left / max(1, len(others))) / whole
         report = run(name, max(1, round(given.count * share)), given.seed, until)
         reports.append(report)
         print(report.line(), flush=True)
@@ -60,13 +72,37 @@ def run(name: str, count: int, seed: int, until: float) -> Report:
         valkey = Valkey(Path(folder))
         valkey.start()
         try:
-            with running_api(Path(folder), valkey.url) as (url, server):
-                report = feed_api(url, count, seed, until)
-                if "Traceback" in (log := server.output()):
-                    report.findings.append(f"the log of the API:\n{log[-4000:]}")
-                return report
+            return run_api(Path(folder), valkey, count, seed, until)
         finally:
             valkey.stop()
+
+
+def run_api(folder: Path, valkey: Valkey, count: int, seed: int, until: float) -> Report:
+    """The API of a system of its own; jobs are ended now and then, and forgotten soon."""
+    report = Report("api")
+    broker = redis.Redis(port=valkey.port)
+    with running_api(folder, valkey.url, OMNIQ_RETENTION=str(RETENTION)) as (url, server):
+        held: list[Held] = []
+        for first in range(0, count, ROUND):
+            number = min(ROUND, count - first)
+            report.add(feed_api(url, number, seed, until, clients=CLIENTS, first=first))
+            cancel_all(url, broker)
+            held.append(Held.by(server.process.pid))
+            if time.monotonic() > until:
+                break
+        print(f"api holds {held[0]} after one round, {held[-1]} after {len(held)}", flush=True)
+        report.findings += held[-1].leaks(held[0])
+        if left := keys_left(broker, 10 * RETENTION):
+            report.findings.append(f"keys of ended jobs are left: {dict(left)}")
+        report.findings += [f"the log of the API:\n{part}" for part in tracebacks(server.output())]
+    return report
+
+
+def tracebacks(log: str) -> list[str]:
+    """Each with a line before it and some after."""
+    lines = log.splitlines()
+    at = [i for i, line in enumerate(lines) if line.startswith("Traceback")]
+    return ["\n".join(lines[max(0, i - 1) : i + 80]) for i in at]
 
 
 if __name__ == "__main__":

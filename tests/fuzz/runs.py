@@ -6,10 +6,12 @@ import contextlib
 import json
 import random
 import signal
+import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,15 @@ class Report:
     answers: Counter[int] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
 
+    def add(self, other: Report) -> None:
+        """Take in what another report counts."""
+        self.inputs += other.inputs
+        self.accepted += other.accepted
+        self.seconds += other.seconds
+        self.slowest = max(self.slowest, other.slowest)
+        self.answers += other.answers
+        self.findings += other.findings
+
     def line(self) -> str:
         """One row of the table."""
         rate = self.inputs / self.seconds if self.seconds else 0.0
@@ -73,7 +84,9 @@ def no_hang(seconds: float = HANG) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def running_api(folder: Path, broker_url: str) -> Iterator[tuple[str, OmniqProcess]]:
+def running_api(
+    folder: Path, broker_url: str, **settings: str
+) -> Iterator[tuple[str, OmniqProcess]]:
     """Address and process of an API that knows the pipelines of ``folder``; without workers."""
     (folder / "fuzz.yaml").write_text(OMNI)
     port = free_port()
@@ -82,6 +95,7 @@ def running_api(folder: Path, broker_url: str) -> Iterator[tuple[str, OmniqProce
         "OMNIQ_BROKER_URL": broker_url,
         "OMNIQ_PIPELINES": json.dumps([str(folder)]),
         "OMNIQ_DEFAULT_PIPELINE": "fuzz",
+        **settings,
     }
     with omniq_processes(folder) as start:
         server = start("api", "--port", str(port), **env)
@@ -115,23 +129,43 @@ def feed(name: str, count: int, seed: int, until: float = float("inf")) -> Repor
     return report
 
 
-def feed_api(url: str, count: int, seed: int, until: float = float("inf")) -> Report:
-    """``count`` requests to a running API."""
+def feed_api(
+    url: str,
+    count: int,
+    seed: int,
+    until: float = float("inf"),
+    *,
+    clients: int = 1,
+    first: int = 0,
+) -> Report:
+    """``count`` requests from number ``first`` on to a running API, by several clients at once."""
     report = Report("api")
     begun = time.monotonic()
-    with httpx.Client(base_url=url, timeout=HANG) as client:
-        document = client.get("/openapi.json").json()
-        for i in range(count):
-            if time.monotonic() > until:
-                break
-            asked = Schemas(document, random.Random(f"api-{seed}-{i}")).request()
-            started = time.monotonic()
-            fault = _ask(client, asked, report)
-            report.slowest = max(report.slowest, time.monotonic() - started)
-            if fault:
-                shown = {**asked, "content": asked["content"][:600]}
-                report.findings.append(f"api seed {seed} request {i}: {fault}\n{shown}")
-            report.inputs += 1
+    document = httpx.get(f"{url}/openapi.json").json()
+    numbers = iter(range(first, first + count))
+    lock = threading.Lock()
+
+    def ask() -> None:
+        with httpx.Client(base_url=url, timeout=HANG) as client:
+            while time.monotonic() < until:
+                with lock:
+                    i = next(numbers, None)
+                if i is None:
+                    return
+                part = Report("api", inputs=1)
+                asked = Schemas(document, random.Random(f"api-{seed}-{i}")).request()
+                started = time.monotonic()
+                fault = _ask(client, asked, part)
+                part.slowest = time.monotonic() - started
+                if fault:
+                    shown = {**asked, "content": asked["content"][:600]}
+                    part.findings.append(f"api seed {seed} request {i}: {fault}\n{shown}")
+                with lock:
+                    report.add(part)
+
+    with ThreadPoolExecutor(clients) as pool:
+        for done in [pool.submit(ask) for _ in range(clients)]:
+            done.result()
     report.seconds = time.monotonic() - begun
     return report
 
@@ -168,10 +202,16 @@ def _silence(client: httpx.Client, report: Report) -> str | None:
 
 def _fault_of(response: httpx.Response) -> str | None:
     status, shown = response.status_code, response.text[:300]
-    if status in (500, 501, 502) or status > 504:
+    path = response.request.url.path
+    # There are no workers; neither are there so many jobs that one is refused for them.
+    if (
+        status >= 500
+        and (status, path) != (503, "/ready")
+        and not (status == 504 and path in WAITING)
+    ):
         return f"status {status}: {shown}"
-    if status == 503 and response.request.url.path == "/ready":
-        return None  # as there are no workers
+    if status == 503:
+        return None
     if status >= 400 and not _is_error(response):
         return f"status {status} without an error document: {shown}"
     return "a traceback in the answer" if "Traceback (most" in response.text else None

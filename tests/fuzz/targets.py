@@ -31,7 +31,7 @@ from omniq.inputs.pictures import pixels_of, transparency_of
 from omniq.inputs.sounds import samples_of
 from omniq.inputs.sources import source_of
 from omniq.inputs.tensors import tensor_file
-from omniq.inputs.videos import frames_of
+from omniq.inputs.videos import chosen_frames, frames_of
 from omniq.outputs.base import OutputContext
 from omniq.outputs.sound import to_int16
 from omniq.outputs.sound_files import encoded
@@ -182,7 +182,11 @@ def _clip() -> bytes:
 
 @refused(InvalidRequest)
 def videos(rng: random.Random) -> bool:
-    frames_of(mutated(rng, _clip()), "input.clip", omni().inputs["clip"], 1 << 20)
+    data = mutated(rng, _clip())
+    if rng.random() < 0.5:
+        frames_of(data, "input.clip", omni().inputs["clip"], 1 << 20)
+    else:
+        chosen_frames(data, "input.clip", lambda total, rate: range(0, total, 2), 1 << 20)
     return True
 
 

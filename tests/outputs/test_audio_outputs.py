@@ -21,6 +21,7 @@ from omniq.errors import ConfigError
 from omniq.outputs import MultimodalOutputProcessor, OutputContext, ProcessedOutput
 from omniq.outputs.base import OutputError
 from omniq.outputs.sound import UNKNOWN, pcm16, wav_header
+from omniq.outputs.sound_files import SoundStream, encoded, integers_of
 
 RATE = 24_000
 PROMPT = "say: é, 赤い 🙂"
@@ -207,3 +208,31 @@ def test_formats_but_wav_name_the_extra_without_pyav(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="'flac' needs PyAV") as caught:
         processor.check("speech", config("flac"))
     assert "omniq[media]" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("form", ["wav", "flac", *LOSSY])
+def test_files_of_a_few_samples_can_be_read_again(form: str) -> None:
+    """Also those that say nothing of their format in a head, and those that a resampler shortens to
+    nothing.
+    """
+    random = np.random.default_rng(1)
+    for rate in (16_000, 22_050, 24_000, 44_100):
+        for count in (1, 5, 500, 1025):
+            samples = (random.standard_normal(count) * 3000).astype(np.int16)
+            read, found = integers_of(encoded(samples, rate, form, CONTEXT), form)
+            assert len(read) == 1
+            assert read.shape[1] / found >= count / rate
+            if form in ("wav", "flac"):
+                assert np.array_equal(read[0], samples)
+    with pytest.raises(ValueError, match=r"that can be read|no WAV file"):
+        integers_of(b"", form)
+
+
+@pytest.mark.parametrize("form", ["flac", *LOSSY])
+def test_a_stream_without_samples_is_a_file_all_the_same(form: str) -> None:
+    stream = SoundStream(form, RATE, 2)
+    data = stream.feed(np.zeros((2, 0), np.int16)) + stream.finish()
+    samples, rate = integers_of(data, form)
+    assert samples.shape[0] == 2
+    assert 0 < samples.shape[1] / rate < 0.2
+    assert np.abs(samples.astype(int)).max() <= 1

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from omniq.config import PipelineConfig
+from omniq.engines import registry
 from omniq.errors import ConfigError
 from omniq.resolve import BuildOptions, ModelFiles, pipeline_for
 
@@ -40,23 +41,53 @@ def test_stages_and_devices(tmp_path: Path, model_type: str, vocoder: str) -> No
     windows = [e.source for e in pipeline.edges if e.trigger == "window"]
     assert windows == ["thinker.reply", "talker.codes"]
     assert pipeline.outputs["audio"].sample_rate == 24_000
+    assert pipeline.files == ("image", "audio", "video")
+    assert pipeline.inputs["video"].as_file, "a request's parameters say what is taken of it"
     assert pipeline.stages_for(["text"]) == ["thinker"]
     assert list(pipeline.only(["thinker"]).outputs) == ["text", "finish_reason", "choices"]
 
 
 def test_flags_are_the_thinkers(tmp_path: Path) -> None:
     args = {"dtype": "bfloat16", "max_num_seqs": 3, "max_model_len": 512}
-    pipeline = resolved(tmp_path, {"model_type": "qwen2_5_omni"}, engine_args=args)
+    of_25 = {"model_type": "qwen2_5_omni"}
+    pipeline = resolved(tmp_path, of_25, engine="transformers", engine_args=args)
     thinker, talker, token2wav = pipeline.stages
+    assert thinker.engine == "omni-thinker"
     assert thinker.engine_args == {"stream_tokens": 1, "max_model_len": 512}
     assert [s.dtype for s in pipeline.stages] == ["bfloat16", "bfloat16", "float32"]
     assert {s.max_in_flight for s in pipeline.stages} == {3}
     assert "max_model_len" not in {**talker.engine_args, **token2wav.engine_args}
-    with pytest.raises(ConfigError, match=r"thinker of Qwen2\.5-Omni runs"):
-        resolved(tmp_path, {"model_type": "qwen2_5_omni"}, engine="vllm")
+    vllms = {"tensor_parallel_size": 2}
     with pytest.raises(ConfigError, match="--tensor-parallel-size: the thinker"):
-        refused = {"tensor_parallel_size": 2}
-        resolved(tmp_path, {"model_type": "qwen3_omni_moe"}, engine_args=refused)
+        resolved(tmp_path, of_25, engine="transformers", engine_args=vllms)
+    thinker = resolved(tmp_path, of_25, engine="vllm", engine_args=vllms).stages[0]
+    assert thinker.engine == "omni-thinker-vllm"
+    assert thinker.engine_args == {"stream_tokens": 1, **vllms}
+
+
+@pytest.mark.parametrize("absent", [None, "vllm", "torchvision"])
+def test_the_thinker_runs_on_vllm_where_it_can(
+    tmp_path: Path, absent: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's class for it needs torchvision."""
+    monkeypatch.setattr(registry, "find_spec", lambda name: None if name == absent else name)
+    thinker = resolved(tmp_path, {"model_type": "qwen2_5_omni"}).stages[0]
+    assert thinker.engine == ("omni-thinker-vllm" if absent is None else "omni-thinker")
+
+
+def test_a_thinker_on_vllm_leaves_memory_to_who_shares_its_gpu(tmp_path: Path) -> None:
+    config = {"model_type": "qwen2_5_omni"}
+    shares = {}
+    for gpus in (0, 1, 2):
+        thinker = resolved(tmp_path, config, engine="vllm", gpus=gpus).stages[0]
+        shares[gpus] = thinker.engine_args.get("gpu_memory_utilization")
+    assert shares == {0: None, 1: 0.8, 2: None}
+    own = {"gpu_memory_utilization": 0.5}
+    thinker = resolved(tmp_path, config, engine="vllm", gpus=1, engine_args=own).stages[0]
+    assert thinker.engine_args["gpu_memory_utilization"] == 0.5
+    silent = {**config, "enable_audio_output": False}
+    thinker = resolved(tmp_path, silent, engine="vllm", gpus=1).stages[0]
+    assert "gpu_memory_utilization" not in thinker.engine_args
 
 
 def test_a_model_without_speech_has_a_thinker_only(tmp_path: Path) -> None:

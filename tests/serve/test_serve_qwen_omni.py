@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import subprocess
 import sys
 import wave
@@ -16,6 +17,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+from clips import clip
 from qwen_omni_reference import SEED, Reference, turn, wav
 from served import Served, served
 from tiny_qwen_omni import SAMPLE_RATE, SAMPLES_A_CODE, make_qwen_omni, picture, sound
@@ -30,9 +32,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_qwen_omni(tmp_path_factory.mktemp("models") / NAME)
 
 
-@pytest.fixture(scope="module")
-def system(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(scope="module", params=["transformers", "vllm"])
+def system(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Served]:
+    """With the thinker on either engine."""
+    if request.param == "vllm":
+        pytest.importorskip("vllm")
+        pytest.importorskip("torchvision")
     flags = ["--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "1024"]
+    flags += ["--engine", request.param]
     command = [sys.executable, "-m", "omniq", "serve", str(folder), *flags]
     with served(tmp_path_factory.mktemp("serve"), *command, timeout=240) as running:
         yield running
@@ -64,10 +73,12 @@ def test_whole_answer_equals_generate(system: Served, client: openai.OpenAI, fol
     reference = Reference(folder)
     tokens, codes, waveform = reference.answer(reference.inputs(messages), TOKENS, CODES)
     said = done.choices[0].message
-    text = reference.text(tokens)
-    assert said.content == text
+    # vLLM leaves out a character that the answer's end cuts.
+    text = reference.text(tokens).rstrip("\ufffd")
+    assert said.content is not None
+    assert said.content.rstrip("\ufffd") == text
     assert said.audio is not None
-    assert said.audio.transcript == text
+    assert said.audio.transcript == said.content
     with wave.open(io.BytesIO(base64.b64decode(said.audio.data))) as file:
         assert (file.getframerate(), file.getnchannels()) == (SAMPLE_RATE, 1)
         heard = np.frombuffer(file.readframes(file.getnframes()), "<i2")
@@ -154,13 +165,72 @@ def test_jobs_stream_text_and_sound(system: Served) -> None:
     assert "must be some of text" in refused.text
 
 
+def test_a_video_is_seen_and_heard(system: Served, client: openai.OpenAI, tmp_path: Path) -> None:
+    """In a chat, as an upload and by the command line: the same answer."""
+    data = clip(2, frames=13, fps=5, sound=sound(5, 2.6))
+    options = {"use_audio_in_video": True}
+    part = {
+        "type": "video_url",
+        "video_url": {"url": f"data:;base64,{base64.b64encode(data).decode()}"},
+    }
+    asked: Any = [{"role": "user", "content": [part, {"type": "text", "text": "What is it?"}]}]
+
+    def chat(messages: Any, **more: Any) -> Any:
+        done = client.chat.completions.create(
+            model=NAME, messages=messages, max_completion_tokens=12, extra_body=more
+        )
+        return done.usage.prompt_tokens, done.choices[0].message.content
+
+    tokens, text = chat(asked, mm_processor_kwargs=options)
+    assert tokens > chat(asked)[0], "its sound takes tokens"
+    spec = {
+        "pipeline": NAME,
+        "input": {"prompt": "What is it?"},
+        "parameters": {"max_tokens": 12, "mm_processor_kwargs": options},
+        "outputs": ["text"],
+    }
+    job = httpx.post(
+        f"{system.url}/v1/jobs?wait=60",
+        data={"request": json.dumps(spec)},
+        files={"video": ("clip.mkv", data)},
+        timeout=90,
+    ).json()
+    assert job["state"] == "succeeded", job
+    assert job["inputs"]["video"] == [{"width": 64, "height": 48, "bytes": len(data)}]
+    assert job["values"]["text"] == text
+    (tmp_path / "clip.mkv").write_bytes(data)
+    served_pipeline = Path(system.env["OMNIQ_DATA_DIR"]) / "serve" / f"{NAME}.yaml"
+    command = [sys.executable, "-m", "omniq", "generate", "What is it?", "--pipeline", NAME]
+    given = ["--input", "video=clip.mkv", "--param", "max_tokens=12", "--json"]
+    given += ["--param", "mm_processor_kwargs={use_audio_in_video: true}"]
+    done = subprocess.run(
+        [*command, *given],
+        cwd=tmp_path,
+        env={**system.env, "OMNIQ_PIPELINES": json.dumps([str(served_pipeline)])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["values"]["text"] == text
+    again = {"job": job["id"], "artifact": "text"}
+    refused = httpx.post(
+        f"{system.url}/v1/jobs", json={**spec, "input": {"prompt": "x", "video": again}}
+    )
+    assert refused.status_code == 422
+    assert "input.video" in refused.text
+
+
 def test_the_example_runs(system: Served, tmp_path: Path) -> None:
-    """`examples/qwen_omni.py` with a picture and a sound."""
+    """`examples/qwen_omni.py` with a picture, a sound and a video that is heard."""
     picture(4).save(tmp_path / "seen.png")
     (tmp_path / "heard.wav").write_bytes(base64.b64decode(wav(sound(4))))
+    (tmp_path / "clip.mp4").write_bytes(clip(6, frames=4, sound=sound(6, 1.0), form="mp4"))
     script = Path(__file__).parents[2] / "examples" / "qwen_omni.py"
     command = [sys.executable, str(script), "What is it?", "--url", system.url, "--model", NAME]
     files = ["--image", "seen.png", "--sound", "heard.wav", "--max-tokens", "40"]
+    files += ["--video", "clip.mp4", "--hear"]
     done = subprocess.run(
         [*command, *files], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
@@ -183,6 +253,8 @@ def test_the_example_runs(system: Served, tmp_path: Path) -> None:
         ({"modalities": ["smell"]}, "modalities"),
         ({"modalities": ["text", "audio"], "n": 2, "temperature": 1}, "n must be 1"),
         ({"guidance": 3}, "unknown field"),
+        ({"mm_processor_kwargs": {"fps": 0}}, "mm_processor_kwargs: fps: "),
+        ({"mm_processor_kwargs": {"zoom": 2}}, "mm_processor_kwargs: zoom: "),
     ],
 )
 def test_what_is_wrong_is_said(system: Served, more: dict[str, Any], message: str) -> None:

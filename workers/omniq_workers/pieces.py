@@ -58,7 +58,8 @@ class Pieces:
     async def _encoded(
         self, run: Run, output: str, sequence: int, item: Item
     ) -> tuple[Any, ArtifactInfo | None]:
-        name, config = self.outputs[output]
+        name, declared = self.outputs[output]
+        config = declared.in_format(run.spec.formats.get(name))
         context = OutputContext.of_job(run.spec)
         done = await asyncio.to_thread(
             self._processor.piece, f"{name}.{sequence}", config, item.tensors, context

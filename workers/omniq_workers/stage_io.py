@@ -204,7 +204,8 @@ class StageIO:
         context = OutputContext.of_job(run.spec)
         values: dict[str, Any] = {}
         artifacts: dict[str, ArtifactInfo] = {}
-        for name, config in self._outputs.items():
+        for name, declared in self._outputs.items():
+            config = declared.in_format(run.spec.formats.get(name))
             source = config.source.partition(".")[2]
             data = _data_of(output, source, config)
             if config.type is Modality.TEXT:  # nothing to encode

@@ -7,9 +7,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import orjson
-from fastapi import HTTPException, Request, Response
+from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
 
 from omniq.errors import OmniqError
 from omniq_api.problems import http_problem, incident, omniq_problem, validation_problem

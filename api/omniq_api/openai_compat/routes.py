@@ -69,9 +69,9 @@ async def chat(request: Request, services: Live, body: ChatRequest) -> Response:
     if speaks:
         said = answer["choices"][0]["message"]
         form, text = chat_audio.form_of(body), said["content"] or ""
-        spoken = model.audio not in records[0].missing
+        made = model.audio not in records[0].missing
         said["audio"] = (
-            await chat_audio.message(services, records[0], model, form, text) if spoken else None
+            await chat_audio.message(services, records[0], model, form, text) if made else None
         )
     return running.answer(answer)
 

@@ -117,6 +117,7 @@ async def submit_request(
         webhook=body.webhook or services.webhook,
         outputs=body.outputs,
         allow_partial=body.allow_partial,
+        formats=body.formats,
     )
 
 

@@ -71,14 +71,15 @@ def user_rows(
 
 
 def positions(prompt: ThinkerPrompt, behind: int, tokens: Tokens) -> torch.Tensor:
-    """int64 [3, n + behind]: of the user's turns, as if nothing else had been before them, and of
-    the text that follows them. What is left out is text.
+    """[3, n + behind]: of the user's turns, as if nothing else had been before them, and of the
+    text that follows them. What is left out is text. Those of videos, and behind them, may lie
+    between whole numbers.
     """
     kept = user_mask(prompt.ids, tokens)
     left_out = (~kept).long().cumsum(0)
     users = prompt.positions[:, kept] - left_out[kept]
-    begin = int(users.max()) + 1 if users.numel() else 0
-    return torch.cat([users, torch.arange(begin, begin + behind).expand(3, behind)], 1)
+    begin = users.max() + 1 if users.numel() else 0
+    return torch.cat([users, (torch.arange(behind) + begin).expand(3, behind)], 1)
 
 
 def assistant_rows(

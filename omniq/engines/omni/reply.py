@@ -1,7 +1,7 @@
 """What leaves a thinker for its talker: the output ``reply``, whole or by chunks.
 
 The first chunk holds ``prompt_token_ids`` (int64 [P], media expanded), ``prompt_positions``
-([3, P], the thinker's own, whole numbers of any dtype) and ``prompt_hidden_states`` ([P, hidden]);
+([3, P], the thinker's own, of any dtype) and ``prompt_hidden_states`` ([P, hidden]);
 every chunk holds ``token_ids`` (int64 [n]) and ``hidden_states`` ([n, hidden]): row i is the state
 at the position whose logits gave token i, as of every AR engine here.
 """
@@ -42,6 +42,23 @@ class ReplyPart:
     states: torch.Tensor
     """[n, hidden]."""
     prompt: ThinkerPrompt | None = None
+
+
+def tensors_of(
+    ids: torch.Tensor, states: torch.Tensor, prompt: ThinkerPrompt | None
+) -> dict[str, torch.Tensor]:
+    """Some tokens of the answer as a chunk, or all of them.
+
+    Args:
+        ids: int64 [n].
+        states: [n, hidden].
+        prompt: where they are the first.
+    """
+    tensors = dict(zip(TOKENS, (ids, states), strict=True))
+    if prompt is not None:
+        given = (prompt.ids, prompt.positions, prompt.states)
+        tensors |= zip(PROMPT, given, strict=True)
+    return tensors
 
 
 def part_of(tensors: Mapping[str, torch.Tensor]) -> ReplyPart:

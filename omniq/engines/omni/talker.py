@@ -132,7 +132,7 @@ class Speech:
     rows: deque[torch.Tensor] = field(default_factory=deque)
     closed: bool = False
     """The rows behind the last one are among the rows."""
-    shift: int = 0
+    shift: float = 0
     codes: list[int] = field(default_factory=list)
     #: [hidden], of the pass that gave the newest code.
     state: torch.Tensor | None = None
@@ -374,7 +374,7 @@ class TalkerEngine(Engine):
                     f"must have at most {self._context - 1} tokens for the talker, has {length}",
                 )
             speech.budget = min(speech.budget, self._context - length)
-            speech.shift = int(prompt.positions.max()) + 1 - length
+            speech.shift = prompt.positions.max().item() + 1 - length
             cache = DynamicCache(config=self._talker.config)
             states = self._forward(prompt.embeds[None], prompt.positions[:, None], cache)
             self._take(speech, states[0], self._talker.logits(states)[0])

@@ -1,8 +1,10 @@
-"""The thinker of an omni model: text, pictures and sound in, text out, states for the talker."""
+"""The thinker of an omni model: text, pictures, sound and video in; text and states out."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,11 +19,18 @@ from omniq.engines.ar_transformers import (
     Prompt,
     TransformersAREngine,
 )
-from omniq.engines.base import StageInput, StageOutput
+from omniq.engines.base import Emit, StageInput, StageOutput
 from omniq.engines.loading import part_folder, whole_arg
 from omniq.engines.omni import reply
 from omniq.engines.omni.families import family_of
-from omniq.engines.omni.prompts import MediaPrompts
+from omniq.engines.omni.prompts import (
+    SOUND_IN_VIDEO,
+    Conversation,
+    MediaPrompts,
+    conversation,
+    has_media,
+)
+from omniq.engines.omni.videos import PARAMETER
 from omniq.engines.omni.weights import load_part
 from omniq.engines.rows import hand_on
 from omniq.errors import ConfigError
@@ -30,14 +39,21 @@ from omniq.errors import ConfigError
 class ThinkerEngine(TransformersAREngine):
     """:class:`TransformersAREngine` for the thinker of an omni model.
 
-    More inputs: pictures and sound within ``messages`` (OpenAI's ``image_url`` and
-    ``input_audio``), or ``image`` and ``audio`` beside ``prompt``. One more output, where the
-    stage's output modalities contain ``hidden_states``: ``reply`` (:mod:`omniq.engines.omni.reply`)
-    of the first answer, as a whole and by chunks of ``stream_tokens`` tokens (default 1).
+    More inputs: pictures, sound and videos within ``messages`` (``image_url``, ``input_audio``,
+    ``audio_url``, ``video_url``), or ``image``, ``audio`` and ``video`` beside ``prompt``. One more
+    parameter: ``mm_processor_kwargs``, about videos (:class:`omniq.config.params.MediaOptions`).
+    One more output, where the stage's output modalities contain ``hidden_states``: ``reply``
+    (:mod:`omniq.engines.omni.reply`) of the first answer, as a whole and by chunks of
+    ``stream_tokens`` tokens (default 1).
     """
 
     name = "omni-thinker"
     arguments: ClassVar[frozenset[str]] = ENGINE_ARGS | {"stream_tokens"}
+
+    async def load(self) -> None:
+        """As :class:`TransformersAREngine`."""
+        self._decoding = asyncio.Lock()
+        await super().load()
 
     def _load(self) -> None:
         self._every = whole_arg(self.stage, "stream_tokens", 1)
@@ -69,8 +85,20 @@ class ThinkerEngine(TransformersAREngine):
         self._states = arguments[0]
         return (arguments[0][:, -1:],)
 
-    def _read(self, inputs: Mapping[str, StageInput], params: Mapping[str, Any]) -> Prompt:
-        ids, media = self._prompts.read(inputs, params, self._context)
+    async def _prompt(self, inputs: Mapping[str, StageInput], params: Mapping[str, Any]) -> Prompt:
+        # Beside the model thread: a video may take half a minute. One request's media at a time:
+        # frames are large.
+        async with self._decoding if has_media(inputs) else nullcontext():
+            said = await asyncio.to_thread(conversation, inputs, self._prompts.videos(params))
+            return await self.in_thread(self._encoded, said, inputs, params)
+
+    def _encoded(
+        self,
+        said: Conversation | None,
+        inputs: Mapping[str, StageInput],
+        params: Mapping[str, Any],
+    ) -> Prompt:
+        ids, media = self._prompts.encoded(said, inputs, params, self._context)
         # transformers computes them on the CPU from Python lists.
         tensor = torch.tensor([ids])
         lengths = media.get("feature_attention_mask")
@@ -79,7 +107,7 @@ class ThinkerEngine(TransformersAREngine):
             image_grid_thw=media.get("image_grid_thw"),
             video_grid_thw=media.get("video_grid_thw"),
             attention_mask=torch.ones_like(tensor),
-            use_audio_in_video=False,
+            use_audio_in_video=media.get(SOUND_IN_VIDEO, False),
             audio_seqlens=None if lengths is None else lengths.sum(-1),
             second_per_grids=media.get("video_second_per_grid"),
         )
@@ -88,7 +116,7 @@ class ThinkerEngine(TransformersAREngine):
             for name, value in media.items()
         }
         more = {**tensors, "position_ids": positions.to(self.device)}
-        return Prompt(ids, more, int(shift[0]))
+        return Prompt(ids, more, shift[0].item())
 
     def _forward(self, ids: torch.Tensor, cache: Any, **more: Any) -> Any:
         positions = more.pop("position_ids")
@@ -106,6 +134,10 @@ class ThinkerEngine(TransformersAREngine):
             states = out.hidden_states[-1] if self._layer is None else self._layer_states
             assert states is not None, "the layer was passed"
             generation.prompt_states = states[0].to("cpu", copy=True)
+
+    def _generation(self, prompt: Prompt, params: Mapping[str, Any], emit: Emit) -> Generation:
+        sampling = {name: value for name, value in params.items() if name != PARAMETER}
+        return super()._generation(prompt, sampling, emit)
 
     async def _follow(self, generation: Generation) -> None:
         """Hand on what is said, up to the end."""
@@ -125,16 +157,16 @@ class ThinkerEngine(TransformersAREngine):
         states = generation.prompt_states
         assert states is not None, "they come with the first token"
         rows = answer.rows[start:stop]
-        tensors = {
-            "token_ids": torch.tensor(answer.tokens[start:stop], dtype=torch.int64),
-            "hidden_states": torch.cat(rows) if rows else states[:0],
-        }
+        prompt = None
         if start == 0:
-            tensors["prompt_token_ids"] = torch.tensor(generation.prompt.ids, dtype=torch.int64)
-            positions = generation.prompt.more["position_ids"][:, 0]
-            tensors["prompt_positions"] = positions.to("cpu", copy=True)
-            tensors["prompt_hidden_states"] = states
-        return tensors
+            positions = generation.prompt.more["position_ids"][:, 0].to("cpu", copy=True)
+            ids = torch.tensor(generation.prompt.ids, dtype=torch.int64)
+            prompt = reply.ThinkerPrompt(ids, positions, states)
+        return reply.tensors_of(
+            torch.tensor(answer.tokens[start:stop], dtype=torch.int64),
+            torch.cat(rows) if rows else states[:0],
+            prompt,
+        )
 
     def _output(self, generation: Generation) -> StageOutput:
         output = super()._output(generation)

@@ -200,7 +200,7 @@ RELIED_ON = (
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
         (
             *("load_model", "sample_tokens", "execute_model_state", "input_batch"),
-            *("discard_request_mask", "use_aux_hidden_state_outputs"),
+            *("discard_request_mask", "use_aux_hidden_state_outputs", "mrope_positions"),
         ),
     ),
     Need(

@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from omniq.engines.vllm.scheduler import Unpacker
 
 #: Where :class:`StateOptions` travel in vLLM's ``additional_config``.
 CONFIG_KEY = "omniq_hidden_states"
 
+#: Of M-RoPE: time, height, width.
+AXES = 3
 DTYPES = {
     "auto": None,
     "float32": torch.float32,
@@ -47,6 +49,17 @@ class StateOptions(BaseModel):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
         "auto", description="'auto' is the model's."
     )
+    places: bool = Field(
+        False,
+        description="Of models with M-RoPE also where the prompt's tokens stand: output "
+        "`prompt_positions` [3, tokens], along time, height and width.",
+    )
+
+    @model_validator(mode="after")
+    def _places_of_the_prompt(self) -> StateOptions:
+        if self.places and not self.prompt:
+            raise ValueError("places are of the prompt: positions must be prompt or all")
+        return self
 
     @property
     def prompt(self) -> bool:
@@ -69,7 +82,30 @@ class StateOptions(BaseModel):
 
     def shaped(self, rows: torch.Tensor) -> torch.Tensor:
         """``rows`` [n, layers, hidden] as handed out: [n, hidden] if ``layers`` is one number."""
+        if self.places:
+            rows = rows[..., : -_width(rows)].contiguous()
         return rows[:, 0] if isinstance(self.layers, int) else rows
+
+    def placed(self, rows: torch.Tensor) -> torch.Tensor:
+        """Where ``rows`` of :func:`with_places` stand: int64 [3, n]."""
+        bits = rows[:, 0, -_width(rows) :].contiguous().view(torch.int32)
+        return bits.T.contiguous().to(torch.int64)
+
+
+def with_places(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """``rows`` with their places behind them, bit by bit, so that they take all ways together.
+
+    Args:
+        rows: [n, layers, hidden].
+        places: whole numbers [3, n].
+    """
+    bits = places.T.to(rows.device, torch.int32).contiguous().view(rows.dtype)
+    return torch.cat([rows, bits.unsqueeze(1).expand(-1, rows.shape[1], -1)], dim=-1)
+
+
+def _width(rows: torch.Tensor) -> int:
+    """Columns that three places take."""
+    return AXES * torch.int32.itemsize // rows.element_size()
 
 
 @dataclass(slots=True)
@@ -114,10 +150,9 @@ class StateCollector:
                 kept.rows.append(packed[-1:])
         return self._process(outputs, *args, **kwargs)
 
-    def rows(self, request_id: str) -> list[torch.Tensor]:
-        """Rows so far of a request's only answer, in token order; keeps them."""
-        sequences = self._found.get(request_id, {})
-        return sequences[0].rows if 0 in sequences else []
+    def states(self, request_id: str) -> States:
+        """What there is by now of a request's first answer; keeps it."""
+        return self._found.get(request_id, {}).get(0) or States()
 
     def take(self, request_id: str) -> dict[int, States]:
         """States of each sequence of a request, in token order; forgets them."""

@@ -43,14 +43,20 @@ DEFAULT_SAMPLE_RATE = 16_000
 FPS, MOST_FRAMES = 2.0, 256
 
 Media = dict[str, list[Any]]
+#: float32 [samples], and how many a second.
+Sound = tuple[np.ndarray, float]
+#: Reads a video file, given as errors call it: what vLLM calls a video, and its sound if that is
+#: wanted, too.
+ReadVideo = Callable[[bytes, str], tuple[Any, Sound | None]]
 
 
 def of_inputs(inputs: Mapping[str, StageInput]) -> Media:
     """Media that stages before have made.
 
     Images are uint8 ``[H, W, 3]`` tensors, audio is float tensors ``[samples]``, videos are uint8
-    ``[frames, H, W, 3]``, any number in one input. The input's value says of sounds the
-    ``sample_rate`` (hertz) and of videos the ``fps``: an object, or a list of one for each.
+    ``[frames, H, W, 3]`` or files, uint8 ``[bytes]``; any number in one input. The input's value
+    says of sounds the ``sample_rate`` (hertz) and of videos the ``fps``: an object, or a list of
+    one for each.
 
     Raises:
         InvalidRequest: a tensor is nothing of that kind.
@@ -64,6 +70,13 @@ def of_inputs(inputs: Mapping[str, StageInput]) -> Media:
                 if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
                     raise bad(name, f"{key!r} must be uint8 [H, W, 3], is {_form(array)}")
                 found.setdefault(kind, []).append(Image.fromarray(array))
+            elif kind == "video" and array.dtype == np.uint8 and array.ndim == 1:
+                try:
+                    found.setdefault(kind, []).append(
+                        read_video(array.tobytes(), f"input.{name}")[0]
+                    )
+                except InputTooLarge as exc:
+                    raise bad(name, exc.message) from exc
             elif kind == "video":
                 if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3:
                     raise bad(name, f"{key!r} must be uint8 [frames, H, W, 3], is {_form(array)}")
@@ -80,6 +93,16 @@ def _facts(value: Any, index: int) -> Mapping[str, Any]:
     if isinstance(value, list) and index < len(value):
         value = value[index]
     return value if isinstance(value, dict) else {}
+
+
+def read_video(data: bytes, field: str) -> tuple[Any, None]:
+    """At most ``FPS`` frames of each second, without the sound.
+
+    Raises:
+        InvalidRequest: or a subclass, naming ``field``; also for more than ``MOST_FRAMES``.
+    """
+    spec = InputConfig(type="video", fps=FPS, max_frames=MOST_FRAMES, max_seconds=MOST_FRAMES / FPS)
+    return _video(*frames_of(data, field, spec, get_settings().redis_blob_max_bytes)), None
 
 
 def _video(frames: np.ndarray, fps: float | None) -> tuple[np.ndarray, dict[str, Any]]:
@@ -102,12 +125,18 @@ def with_parts(content: Any, found: Media) -> list[dict[str, Any]]:
     return [{"type": kind} for kind, items in found.items() for _ in items] + parts
 
 
-def of_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], Media]:
+def of_messages(
+    messages: Sequence[Mapping[str, Any]], read_video: ReadVideo = read_video
+) -> tuple[list[dict[str, Any]], Media]:
     """Chat messages for a chat template, and the media that were in them, in order.
 
     Content parts are those of OpenAI's API, ``text``, ``image_url`` and ``input_audio``, and those
     of vLLM's server, ``audio_url`` and ``video_url``; URLs are ``data:`` URLs. Nothing is fetched
     from a network here.
+
+    Args:
+        messages: of valid outer form.
+        read_video: a sound that it gives stands among the sounds where the video is.
 
     Raises:
         InvalidRequest: a part is of another type, or cannot be decoded.
@@ -117,7 +146,7 @@ def of_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            content = [_part(part, media) for part in content]
+            content = [_part(part, media, read_video) for part in content]
         plain.append({**message, "content": content})
     return plain, media
 
@@ -161,7 +190,7 @@ def as_text(
     return plain
 
 
-def _part(part: Any, media: Media) -> dict[str, Any]:
+def _part(part: Any, media: Media, read_video: ReadVideo) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
@@ -178,12 +207,11 @@ def _part(part: Any, media: Media) -> dict[str, Any]:
         return {"type": "audio"}
     if kind == "video_url":
         data = _of_url(part, kind)
-        spec = InputConfig(
-            type="video", fps=FPS, max_frames=MOST_FRAMES, max_seconds=MOST_FRAMES / FPS
-        )
-        most = get_settings().redis_blob_max_bytes
         with _within(kind, "video"):
-            media.setdefault("video", []).append(_video(*frames_of(data, kind, spec, most)))
+            video, sound = read_video(data, kind)
+        media.setdefault("video", []).append(video)
+        if sound is not None:
+            media.setdefault("audio", []).append(sound)
         return {"type": "video"}
     kinds = ", ".join(["text", *PARTS])
     raise bad("messages", f"a content part is one of {kinds}, not {str(part)[:80]!r}")
@@ -259,6 +287,8 @@ def _sound(data: bytes, part: str) -> tuple[np.ndarray, float]:
     with _within(part, "sound"):
         check_sound(channels, rate, part)
     samples = np.frombuffer(frames, np.int16, len(frames) // (2 * channels) * channels)
+    if not samples.size:
+        raise bad("messages", f"{part} holds no sound that can be read: the sound holds no samples")
     return samples.reshape(-1, channels).mean(axis=1).astype(np.float32) / 32_768, float(rate)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from omniq.engines.vllm import contract
-from omniq.engines.vllm.hidden_states import CONFIG_KEY, DTYPES, StateOptions
+from omniq.engines.vllm.hidden_states import CONFIG_KEY, DTYPES, StateOptions, with_places
 
 #: Class by name, as vLLM's ``worker_cls`` takes it.
 WORKER = "omniq.engines.vllm.model_runner.OmniWorker"
@@ -154,6 +154,11 @@ class OmniARModelRunner:
             return
         count = int(self.vllm_config.model_config.hf_text_config.num_hidden_layers)
         self._layers = self._options.resolved(count)
+        if self._options.places and self._places() is None:
+            raise ValueError(
+                f"hidden_states.places: {type(self.model).__name__} has no M-RoPE, or this vLLM "
+                "keeps its positions elsewhere"
+            )
         if inner := tuple(sorted({i for i in self._layers if i < count})):
             self._give_out(inner)
         #: Index into [inner layers..., last] of each wanted one.
@@ -208,7 +213,23 @@ class OmniARModelRunner:
         else:
             sources = [*(state.aux_hidden_states or ()), state.hidden_states]
             rows = torch.stack([picked(sources[i]) for i in self._order], dim=1)
-        return _Step(parts, rows.to(DTYPES[self._options.dtype] or rows.dtype), self._prompts)
+        rows = rows.to(DTYPES[self._options.dtype] or rows.dtype)
+        if self._options.places:
+            places = self._places()
+            assert places is not None, "load_model has looked"
+            places = places[:, : len(rows)] if index is None else places.index_select(1, index)
+            rows = with_places(rows, places)
+        return _Step(parts, rows, self._prompts)
+
+    def _places(self) -> torch.Tensor | None:
+        """Where the step's rows stand for M-RoPE: int64 [3, rows or more]."""
+        found: torch.Tensor | None
+        if (buffer := getattr(self, "mrope_positions", None)) is not None:
+            found = buffer.gpu  # of vLLM's V1 model runner
+        else:  # of its V2 model runner
+            rope = getattr(getattr(self, "model_state", None), "rope_state", None)
+            found = getattr(rope, "positions", None)
+        return found
 
     def _wanted(self, part: _Part) -> Iterator[int]:
         assert self._options is not None

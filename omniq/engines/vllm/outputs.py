@@ -70,7 +70,7 @@ class Generation:
     ) -> None:
         self._budget, self._emit, self._stream = budget, emit, stream
         self.sequences = [Answer(parser.sequence() if parser else None) for _ in range(count)]
-        self.prompt_tokens = 0
+        self.prompt_ids: list[int] = []
         self.cached_tokens = 0
         self.prompt_logprobs: list[Any] | None = None
         self._started = time.perf_counter()
@@ -86,6 +86,11 @@ class Generation:
         return sum(len(s.tokens) for s in self.sequences)
 
     @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt, with its media; 0 of embeddings."""
+        return len(self.prompt_ids)
+
+    @property
     def seconds(self) -> float:
         """Since the request began."""
         return time.perf_counter() - self._started
@@ -94,7 +99,7 @@ class Generation:
         """Take what is new in vLLM's ``output`` (kind ``DELTA``); on the loop."""
         if not self.first_token:
             self.first_token = self.seconds
-            self.prompt_tokens = len(output.prompt_token_ids or ())
+            self.prompt_ids = output.prompt_token_ids or []
             self.cached_tokens = output.num_cached_tokens or 0
         if output.prompt_logprobs and self.prompt_logprobs is None:
             self.prompt_logprobs = [_candidates(p) for p in output.prompt_logprobs]
@@ -252,6 +257,8 @@ class Generation:
                     f"vLLM gave {got} hidden states for {self.prompt_tokens} prompt tokens"
                 )
             made["prompt_hidden_states"] = {"prompt_hidden_states": options.shaped(prompt)}
+            if options.places:
+                made["prompt_positions"] = {"prompt_positions": options.placed(prompt)}
         return made
 
 

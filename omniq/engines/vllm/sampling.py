@@ -14,7 +14,7 @@ from omniq.errors import InvalidRequest
 NOT_SAMPLING = frozenset(
     {
         *("tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
-        *("lora", "dimensions", "use_activation", "deterministic"),
+        *("lora", "dimensions", "use_activation", "deterministic", "mm_processor_kwargs"),
     }
 )
 #: vLLM's field for so many tokens at once; versions before 0.32 have it for the whole engine only.
@@ -57,6 +57,8 @@ def sampling_params(
     for name in ("dimensions", "use_activation"):
         if params.get(name) is not None:
             raise refused(name, "only stages of pooling models take it")
+    if params.get("mm_processor_kwargs"):
+        raise refused("mm_processor_kwargs", "only omni models take it")
     if params.get("deterministic") and not v.envs.VLLM_BATCH_INVARIANT:
         raise refused(
             "deterministic",
