@@ -195,9 +195,8 @@ async def test_files_of_a_job_to_come_stay_for_a_while(
     server's clock.
     """
     now = await jobs.clock.now()
-    new, old = [
-        await jobs.inputs.put(new_job_id(at), "image", b"x" * 100) for at in (now, now - UNRECORDED)
-    ]
+    new = await jobs.inputs.put(new_job_id(now), "image", b"x" * 100)
+    old = await jobs.inputs.put(new_job_id(now - UNRECORDED - 2), "image", b"x" * 100)
     await asyncio.to_thread(left)
     assert router.redis.client.exists(keys.blob(new.id))
     assert not router.redis.client.exists(keys.blob(old.id))
