@@ -145,13 +145,13 @@ class Processes:
 
     def _ours(self) -> list[str]:
         """Processes that were started by the system, which has ended."""
-        mark, found = f"CHAOS_FOLDER={self.folder}", []
+        broker = self.valkey.process
+        others, found = {os.getpid(), broker.pid if broker is not None else 0}, []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.pid != os.getpid() and self.valkey.process is not None:
-                    ours = mark in (f"{k}={v}" for k, v in process.environ().items())
-                    if ours and process.pid != self.valkey.process.pid:
-                        found.append(" ".join(process.cmdline()))
+                ours = process.environ().get("OMNIQ_BROKER_URL") == self.valkey.url
+                if ours and process.pid not in others:
+                    found.append(" ".join(process.cmdline()))
         return found
 
     # -- whom a fault may meet -----------------------------------------------------------------
