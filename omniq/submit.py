@@ -292,13 +292,13 @@ def _check_formats(
 
     processor = MultimodalOutputProcessor()
     for name, form in formats.items():
-        field, message = f"formats.{name}", None
+        allowed = processor.formats_of(config.outputs[name]) if name in wanted else ()
+        if form in allowed:
+            continue
+        message = f"must be one of {', '.join(allowed)}; got {form!r}"
         if name not in wanted:
             message = f"no such output is made; made are: {', '.join(wanted)}"
-        elif form not in (allowed := processor.formats_of(config.outputs[name])):
-            message = f"must be one of {', '.join(allowed)}; got {form!r}"
-            if not allowed:
-                message = "the output's type has no formats"
-        if message is not None:
-            fields = [{"field": field, "message": message}]
-            raise InvalidRequest(f"{field}: {message}", fields=fields)
+        elif not allowed:
+            message = "the output's type has no formats"
+        field = f"formats.{name}"
+        raise InvalidRequest(f"{field}: {message}", fields=[{"field": field, "message": message}])

@@ -62,6 +62,7 @@ def _config(tokenizer: Any) -> Any:
             "intermediate_size": 2 * HIDDEN,
             "num_hidden_layers": 4,
             "initializer_range": 0.3,
+            "tie_word_embeddings": False,  # vLLM reads it here
             "rope_parameters": _rope([6, 5, 5]),
             "eos_token_id": tokenizer.eos_token_id,
             "pad_token_id": tokenizer.pad_token_id,

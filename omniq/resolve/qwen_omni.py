@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from omniq.config import EngineType
-from omniq.engines.registry import resolve
 from omniq.errors import ConfigError
 from omniq.resolve.base import BuildOptions, ModelFamily, as_flags
 from omniq.resolve.files import CONFIG, ModelFiles
@@ -67,7 +65,8 @@ class QwenOmni(ModelFamily):
         Raises:
             ConfigError: arguments that the thinker's engine lacks are asked for.
         """
-        engine = thinker_engine(options.engine)
+        # By itself the one that takes videos with all that may be said of them.
+        engine = "transformers" if options.engine == "auto" else options.engine
         refuse_encoder(options, self.name)
         args = dict(options.engine_args)
         shared = {"model": files.model, "dtype": args.pop("dtype", "auto")}
@@ -142,14 +141,6 @@ class QwenOmni(ModelFamily):
             2: dict(zip(self.stages, ("0", "1", "1"), strict=True)),
             3: dict(zip(self.stages, ("0", "1", "2"), strict=True)),
         }
-
-
-def thinker_engine(asked: str) -> str:
-    """``vllm`` or ``transformers``; by itself vLLM where all that it needs is installed."""
-    if asked != "auto":
-        return asked
-    missing = resolve(EngineType.AR, ENGINES["vllm"]).missing()
-    return "vllm" if missing is None else "transformers"
 
 
 class Qwen25Omni(QwenOmni):

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from omniq.blobs import BlobRef
+from omniq.settings import get_settings
 
 Tensors = dict[str, torch.Tensor]
 
@@ -20,6 +22,12 @@ def make(nbytes: int = 1024, seed: int = 0) -> Tensors:
     """One uint8 tensor of random bytes."""
     generator = torch.Generator().manual_seed(seed)
     return {"x": torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)}
+
+
+def blob_keys(client: Any) -> list[bytes]:
+    """Keys that hold blobs, whole or half written; not the hash that notes them."""
+    found = (f"{get_settings().namespace}:{kind}:*" for kind in ("blob", "part"))
+    return [key for pattern in found for key in client.scan_iter(pattern)]
 
 
 def bits(tensor: torch.Tensor) -> bytes:

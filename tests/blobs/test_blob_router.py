@@ -137,7 +137,7 @@ def test_redis_serves_where_there_is_no_shared_memory(routers: Routers, tmp_path
     ref = router.put(ID, make(), consumers_local=True)
     assert ref.store == "redis"
     assert_same(router.get(ref), make())
-    assert (router.spill(wanted), router.collect(wanted)) == (0, 0)
+    assert (router.spill(wanted), router.sweep(wanted)) == (0, 0)
     assert router.stats()["shm"] is None
 
 

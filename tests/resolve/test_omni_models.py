@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from omniq.config import PipelineConfig
-from omniq.engines import registry
 from omniq.errors import ConfigError
 from omniq.resolve import BuildOptions, ModelFiles, pipeline_for
 
@@ -65,14 +64,18 @@ def test_flags_are_the_thinkers(tmp_path: Path) -> None:
     assert thinker.engine_args == {"stream_tokens": 1, **vllms}
 
 
-@pytest.mark.parametrize("absent", [None, "vllm", "torchvision"])
-def test_the_thinker_runs_on_vllm_where_it_can(
-    tmp_path: Path, absent: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM's class for it needs torchvision."""
-    monkeypatch.setattr(registry, "find_spec", lambda name: None if name == absent else name)
-    thinker = resolved(tmp_path, {"model_type": "qwen2_5_omni"}).stages[0]
-    assert thinker.engine == ("omni-thinker-vllm" if absent is None else "omni-thinker")
+@pytest.mark.parametrize("model_type", [model_type for model_type, _ in TYPES.values()])
+def test_the_thinker_takes_vllm_where_it_is_asked_to(tmp_path: Path, model_type: str) -> None:
+    """By itself it is the engine that takes videos with all that may be said of them."""
+    engines = {
+        asked: resolved(tmp_path, {"model_type": model_type}, engine=asked).stages[0].engine
+        for asked in ("auto", "transformers", "vllm")
+    }
+    assert engines == {
+        "auto": "omni-thinker",
+        "transformers": "omni-thinker",
+        "vllm": "omni-thinker-vllm",
+    }
 
 
 def test_a_thinker_on_vllm_leaves_memory_to_who_shares_its_gpu(tmp_path: Path) -> None:

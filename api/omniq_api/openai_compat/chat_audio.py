@@ -84,12 +84,14 @@ def delta(record: JobRecord, piece: SoundPiece) -> dict[str, Any]:
 
 async def message(
     services: Services, record: JobRecord, model: ServedModel, form: str, transcript: str
-) -> dict[str, Any]:
-    """The ``audio`` of a whole answer's message.
+) -> dict[str, Any] | None:
+    """The ``audio`` of a whole answer's message; None where it may be missing, and is.
 
     Raises:
         OpenAIError: the job made none.
     """
+    if model.audio in record.missing:
+        return None
     info = record.artifacts.get(str(model.audio))
     if info is None:
         raise OpenAIError(500, "the job made no sound", kind=SERVER)

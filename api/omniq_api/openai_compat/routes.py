@@ -69,10 +69,7 @@ async def chat(request: Request, services: Live, body: ChatRequest) -> Response:
     if speaks:
         said = answer["choices"][0]["message"]
         form, text = chat_audio.form_of(body), said["content"] or ""
-        made = model.audio not in records[0].missing
-        said["audio"] = (
-            await chat_audio.message(services, records[0], model, form, text) if made else None
-        )
+        said["audio"] = await chat_audio.message(services, records[0], model, form, text)
     return running.answer(answer)
 
 
