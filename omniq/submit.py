@@ -89,6 +89,11 @@ async def submit(
         allow_partial=allow_partial,
         formats=formats,
     )
+    # What others compare with is not this host's clock.
+    created = await store.clock.now()
+    deadline = None if timeout is None else created + timeout
+    times = {"id": new_job_id(created), "created": created, "deadline": deadline}
+    spec = spec.model_copy(update=times)
     again = None
     if idempotency_key is not None:
         wanted = None if outputs is None else sorted(outputs)

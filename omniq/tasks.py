@@ -18,6 +18,8 @@ from omniq.publish import STAGE
 
 SUBMIT = "omniq.submit"
 CANCEL = "omniq.cancel"
+#: Header of a message that is tried again: seconds to wait.
+DELAY = "omniq_delay"
 
 
 class Flight(Protocol):
@@ -56,6 +58,7 @@ class EngineTask(Task):
 
     abstract = True
     throws = (OmniqError,)
+    Strategy = "omniq_workers.delays:strategy"  # loaded by workers only
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The body's outcome in Celery's terms: a result, an error, a retry or a rejection."""
@@ -74,7 +77,11 @@ class EngineTask(Task):
         most = self.request.retries + 1
         try:
             sent: Retry = self.retry(
-                exc=later.cause, countdown=later.delay, max_retries=most, throw=False
+                exc=later.cause,
+                countdown=later.delay,
+                max_retries=most,
+                throw=False,
+                headers={**(self.request.headers or {}), DELAY: later.delay},
             )
         except Reject as exc:
             # The new message could not be sent; Celery would drop the task.

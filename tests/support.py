@@ -55,7 +55,7 @@ class Valkey:
             stdout=subprocess.DEVNULL,
         )  # fmt: skip
         client = redis.Redis(port=self.port)
-        wait_until(lambda: _pings(client), 10, "valkey answers")
+        wait_until(lambda: _pings(client), 60, "valkey answers")  # it may have a long log to read
 
     def stop(self, *, kill: bool = False) -> None:
         if self.process is not None:

@@ -87,13 +87,14 @@ class RedisSweep:
         """Those that no stage may read any more."""
         asked = [(note, _Writer.of(note)) for note in notes]
         pipe = self._jobs.pipeline(transaction=False)
+        pipe.time()
         for _, by in asked:
             pipe.hmget(keys.job(by.job), "state", "dead", f"{by.stage}|fence")
-        records = pipe.execute()
+        (now, _), *records = pipe.execute()
         return [
             note
             for (note, by), record in zip(asked, records, strict=True)
-            if not _needed(by, *record)
+            if not _needed(by, now, *record)
         ]
 
 
@@ -110,12 +111,14 @@ class _Writer(NamedTuple):
         return cls(job_id, stage, int(fence) if fence.isdecimal() else 0)
 
 
-def _needed(by: _Writer, state: bytes | None, dead: bytes | None, newest: bytes | None) -> bool:
-    """Whether a stage may still read what ``by`` wrote; the rest is in the job's record, None where
-    it is not.
+def _needed(
+    by: _Writer, now: float, state: bytes | None, dead: bytes | None, newest: bytes | None
+) -> bool:
+    """Whether a stage may still read what ``by`` wrote; ``now`` is by the server's clock, as the
+    ids of jobs are; the rest is in the job's record, None where it is not.
     """
     if state is None:
-        return by.stage == REQUEST and time.time() < _created(by.job) + UNRECORDED
+        return by.stage == REQUEST and now < _created(by.job) + UNRECORDED
     if JobState(state.decode()).final:
         return by.stage == REQUEST and dead is not None  # the job may be tried again
     return by.fence >= int(newest or 0)  # else another run has taken over

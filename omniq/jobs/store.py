@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import time
 from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -27,6 +26,7 @@ from omniq.errors import (
     JobUnreadable,
 )
 from omniq.jobs.admission import NOBODY, Admission, Again, Share, Usage, refusal
+from omniq.jobs.clock import ServerClock
 from omniq.jobs.input_files import InputFiles
 from omniq.jobs.model import (
     ArtifactInfo,
@@ -69,6 +69,7 @@ class JobStore:
 
     def __init__(self, redis: Client) -> None:
         self.redis = redis
+        self.clock = ServerClock(redis)
         self._watching = Watching(redis, self._end)
         #: Runs one of the job scripts; for modules that add to this one.
         self.run_script = self._run = JobScripts(redis).run
@@ -200,9 +201,13 @@ class JobStore:
         if not raw:
             raise await self._absent(job_id)
         record = self._own(read_record(raw))
-        if not record.state.final and _is_late(record) and await self._expire(job_id):
+        if not record.state.final and await self._is_late(record) and await self._expire(job_id):
             return await self.get(job_id)
         return record
+
+    async def _is_late(self, record: JobRecord) -> bool:
+        deadline = record.spec.deadline
+        return deadline is not None and await self.clock.now() > deadline
 
     def _own(self, record: JobRecord) -> JobRecord:
         """The record, unless it is another tenant's."""
@@ -280,7 +285,7 @@ class JobStore:
     async def _bury(self, gone: Iterable[str]) -> None:
         """Have no list look again for jobs that are no longer kept."""
         kept, tenant = get_settings().tombstones, self.share.tenant
-        now, graves = time.time(), keys.jobs_gone(self.share.tenant)
+        now, graves = await self.clock.now(), keys.jobs_gone(self.share.tenant)
         with broker_errors():
             async with self.redis.pipeline(transaction=True) as pipe:
                 pipe.zrem(keys.jobs_index(tenant), *gone)
@@ -555,11 +560,6 @@ def _conflict() -> IdempotencyConflict:
         "this idempotency key was used for a request that asked for something else",
         hint="use a new key for every new request",
     )
-
-
-def _is_late(record: JobRecord) -> bool:
-    deadline = record.spec.deadline
-    return deadline is not None and time.time() > deadline
 
 
 def read_grant(answer: Sequence[Any]) -> StageGrant:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from enum import StrEnum
 
 from pydantic import BaseModel, Field
@@ -10,6 +9,7 @@ from pydantic import BaseModel, Field
 from omniq import keys
 from omniq.blobs.choice import BlobUse
 from omniq.jobs.admission import pool_pressure
+from omniq.jobs.clock import ServerClock
 from omniq.jobs.scripts import JobScripts
 from omniq.redis_client import Client, broker_errors
 from omniq.settings import get_settings
@@ -53,14 +53,16 @@ class WorkerRegistry:
 
     def __init__(self, redis: Client) -> None:
         self.redis = redis
+        self._clock = ServerClock(redis)
         self._run = JobScripts(redis).run
 
     async def beat(self, info: WorkerInfo) -> None:
         """Write one worker's status; without renewal it expires after five heartbeats.
 
         Besides, no jobs are accepted for its pipeline while its host's shared memory is near full,
-        and jobs that are held back are let go if there is room.
+        and jobs that are held back are let go if there is room. Of the status ``seen`` is set here.
         """
+        info = info.model_copy(update={"seen": await self._clock.now()})
         ttl = int(get_settings().heartbeat * MISSED_BEATS * 1000)
         use = info.blobs
         full = None
@@ -86,7 +88,8 @@ class WorkerRegistry:
 
     async def all(self, pipeline: str | None = None) -> list[WorkerInfo]:
         """Workers that are alive, in the order of their ids."""
-        old = time.time() - 10 * MISSED_BEATS * get_settings().heartbeat
+        # By one clock for all: those of the workers' hosts may differ.
+        old = await self._clock.now() - 10 * MISSED_BEATS * get_settings().heartbeat
         with broker_errors():
             await self.redis.zremrangebyscore(keys.workers_index(), "-inf", old)
             # redis-py's own methods look up their signatures at every call; stages ask each second.

@@ -199,15 +199,16 @@ async def test_files_of_a_job_to_come_stay_for_a_while(
     jobs: JobStore,
     router: BlobRouter,
     left: Callable[[], list[bytes]],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are written before the record; of an API process that then died they go later."""
-    ref = await jobs.inputs.put(new_job_id(time.time()), "image", b"x" * 100)
+    """They are written before the record; of an API process that then died they go later, by the
+    server's clock.
+    """
+    now = await jobs.clock.now()
+    new = await jobs.inputs.put(new_job_id(now), "image", b"x" * 100)
+    old = await jobs.inputs.put(new_job_id(now - UNRECORDED - 2), "image", b"x" * 100)
     await asyncio.to_thread(left)
-    assert router.redis.client.exists(keys.blob(ref.id))
-    late = time.time() + UNRECORDED + 1
-    monkeypatch.setattr("omniq.blobs.redis_sweep.time.time", lambda: late)
-    assert await asyncio.to_thread(left) == []
+    assert router.redis.client.exists(keys.blob(new.id))
+    assert not router.redis.client.exists(keys.blob(old.id))
 
 
 async def test_files_of_a_dead_letter_stay(

@@ -28,6 +28,8 @@ def main() -> int:
     parser.add_argument("--pause", type=float, default=1.2, help="Seconds between faults.")
     parser.add_argument("--workers", type=int, default=1, help="Of each stage.")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--trouble", type=int, default=60, help="Of so many jobs each kind once.")
+    parser.add_argument("--poison", type=int, default=200, help="Of so many jobs each kind once.")
     parser.add_argument("--keep", type=Path, help="Where the logs go.")
     args = parser.parse_args()
     folder = args.keep or Path(tempfile.mkdtemp(prefix="omniq-chaos-"))
@@ -35,9 +37,17 @@ def main() -> int:
     valkey = Valkey(folder)
     valkey.start()
     try:
-        system = ChaosSystem(folder, valkey, args.seed, each=args.workers)
+        system = ChaosSystem(
+            folder,
+            valkey,
+            args.seed,
+            each=args.workers,
+            trouble=args.trouble,
+            poison=args.poison,
+        )
         use(system.environment())
-        tally = asyncio.run(system.run(jobs=args.jobs, faults=args.faults, pause=args.pause))
+        run = system.run(jobs=args.jobs, faults=args.faults, pause=args.pause, say=True)
+        tally = asyncio.run(run)
     finally:
         valkey.stop()
         if args.keep is None:

@@ -210,15 +210,21 @@ async def test_a_killed_workers_stage_runs_again(
 async def test_poison_fails_after_its_deliveries(
     stages: Any, store: JobStore, notes: Notes
 ) -> None:
+    """And takes none along that ran beside it: from the second delivery on each is alone."""
     stages.define("a>b")
+    beside = [await start_job(store, "a:sleep=1") for _ in range(2)]
     job = await start_job(store, "a:die=99")
+    beside.append(await start_job(store, "a:sleep=1"))
     for _ in range(3):
         stages.start("a", ready=False)
         await asyncio.to_thread(stages.workers["a"].popen.wait, 30)
-    stages.start("a")
+    stages.start("a", "b")
     record = await ended(store, job)
     assert record.error is not None and record.error["code"] == "delivery_limit"
     assert len(notes(f"run a {job.id}")) == 3
+    for j in beside:
+        assert (await ended(store, j)).state is JobState.SUCCEEDED
+        assert len(notes(f"run a {j.id}")) in {1, 2}, "beside it at most once, and alone"
 
 
 async def test_a_dead_engine_ends_its_worker_and_no_job(

@@ -33,6 +33,7 @@ from omniq.publish import Continuation, Parent, continuation
 from omniq.tasks import GiveBack, RetryLater, current_flight
 from omniq_workers.emit import JobEmit
 from omniq_workers.flight import Flight, Stop
+from omniq_workers.isolation import Isolation
 from omniq_workers.outage import through_outage
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ class StageRunner:
         self._stage, self._engine, self._store, self._io = stage, engine, store, io
         self._windows, self._worker_id, self._dead = windows, worker_id, dead
         self._runs: set[Run] = set()
+        self._isolation = Isolation()
 
     # -- cancellation ------------------------------------------------------------------------
 
@@ -178,6 +180,37 @@ class StageRunner:
         flight = current_flight.get()
         assert isinstance(flight, Flight)
         grant = flight.grant or await self._begin(job_id, flight)
+        if not self._is_suspect(flight, grant):
+            return await self._settle(Run(job_id, stage, grant, flight), alone=False)
+        # Not begun while it waits for its turn: the end of another run is none of this one.
+        await self.give_back(job_id, stage, grant)
+        await self._isolation.enter(alone=True)
+        try:
+            grant = await self._begin(job_id, flight)
+            return await self._settle(Run(job_id, stage, grant, flight), alone=True)
+        finally:
+            self._isolation.leave()
+
+    def _is_suspect(self, flight: Flight, grant: StageGrant) -> bool:
+        """Whether it may be this run that ends its process again and again: half of its deliveries
+        are used up.
+
+        Stages that stream wait for each other, and so never to be alone.
+        """
+        return (
+            grant.verdict is Verdict.RUN
+            and flight.delivery.redelivered
+            and 2 * grant.attempt > self._stage.retry.max_deliveries
+            and not self._windows.streams_any
+        )
+
+    async def _settle(self, run: Run, *, alone: bool) -> str:
+        """Do what the run was granted, or wants no more.
+
+        Args:
+            alone: it has been seen to that nothing else runs.
+        """
+        job_id, stage, grant = run.job_id, run.stage, run.grant
         if grant.verdict is Verdict.DONE:
             return _message(stage, grant.outputs)
         if grant.verdict is not Verdict.RUN:
@@ -187,9 +220,12 @@ class StageRunner:
             at = (job_id, stage, grant.fence, unreadable.to_dict(), traceback_of(unreadable))
             await through_outage(lambda _: self._store.fail_stage(*at))
             raise unreadable
-        run = Run(job_id, stage, grant, flight)
         self._runs.add(run)
+        entered = False
         try:
+            if not alone:
+                await self._isolation.enter(alone=False)
+                entered = True
             return await self._run(run)
         except asyncio.CancelledError:
             if run.ending is not None and await through_outage(lambda _: self._is_recorded(run)):
@@ -200,6 +236,8 @@ class StageRunner:
             raise await self._failed(run, exc) from exc
         finally:
             self._runs.discard(run)
+            if entered:
+                self._isolation.leave()
 
     async def give_back(self, job_id: str, stage: str, grant: StageGrant) -> None:
         """A run that has begun is not to start now: leave it to the next who begins it."""
@@ -243,7 +281,8 @@ class StageRunner:
         self, run: Run, inputs: Mapping[str, StageInput], windows: RunWindows, emit: JobEmit
     ) -> StageOutput:
         limit = self._stage.time_limit
-        left = None if run.spec.deadline is None else run.spec.deadline - time.time()
+        deadline = run.spec.deadline
+        left = None if deadline is None else deadline - await self._store.clock.now()
         request = StageRequest(
             request_id=f"{run.job_id}.{run.stage}.{run.grant.fence}",
             params=run.spec.parameters.get(run.stage, {}),
@@ -356,6 +395,7 @@ class StageRunner:
         ends a request which kills every engine it meets.
         """
         run.flight.stopped = Stop.RETURN
+        self._isolation.close()
         self._dead(exc)
         return exc
 

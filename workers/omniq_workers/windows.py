@@ -73,6 +73,11 @@ class Windows:
                 output = edge.source.partition(".")[2]
                 self.followers[output].append(Follower(edge.consumer, edge.window, edge.limit))
 
+    @property
+    def streams_any(self) -> bool:
+        """Whether the stage reads or writes any chunks."""
+        return bool(self.edges_in or self.followers)
+
     def of(self, run: Run) -> RunWindows:
         """The chunks of one run; use it as a context around the engine."""
         return RunWindows(self, run)
