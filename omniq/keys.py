@@ -187,16 +187,22 @@ def blob_part(blob_id: str, token: str) -> str:
     return f"{_ns()}:part:{token}:{{{blob(blob_id)}}}"
 
 
-def blob_notes() -> str:
+def system() -> str:
+    """String on the broker: a random name, by which other servers tell what is this system's."""
+    return f"{_ns()}:system"
+
+
+def blob_notes(system: str = "") -> str:
     """Hash: what is in the Redis store, and its bytes: blobs by id, and such as are still being
-    written as ``<blob id>:<token>``; see :mod:`omniq.blobs.redis_sweep`.
+    written as ``<blob id>:<token>``; see :mod:`omniq.blobs.redis_sweep`. ``system``: whose, on a
+    server of blobs alone, which other systems may use as well.
     """
-    return f"{_ns()}:blobs"
+    return f"{_ns()}:blobs:{system}" if system else f"{_ns()}:blobs"
 
 
-def blob_sweeper() -> str:
+def blob_sweeper(system: str = "") -> str:
     """String with TTL: somebody has looked for what dead writers left in the Redis store."""
-    return f"{_ns()}:blob_sweeper"
+    return f"{_ns()}:blob_sweeper:{system}" if system else f"{_ns()}:blob_sweeper"
 
 
 def host_garbage(host: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,7 +16,10 @@ from omniq_process import alive, descendants
 from support import free_port, wait_until
 from tiny_models import make_language_model, make_tokenizer
 
+from omniq.engines.registry import vllm_installed
+
 BIN = Path(sys.executable).parent
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def make_model(folder: Path) -> Path:
@@ -26,19 +30,39 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
+def serve_omni(folder: Path, *flags: str) -> list[str]:
+    """vLLM's own command line, or where vLLM is not installed omniq's that does the same."""
+    if vllm_installed():
+        return [str(BIN / "vllm"), "serve", str(folder), "--omni", *flags]
+    return [sys.executable, "-m", "omniq", "serve", str(folder), *flags]
+
+
+def run_example(script: str, *args: str | Path) -> str:
+    """What a script of examples/ prints; it must end well."""
+    command = [sys.executable, str(EXAMPLES / script), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 class Served:
     """A running ``serve`` command."""
 
     def __init__(self, command: list[str], folder: Path) -> None:
         self.log, self.port = folder / "serve.log", free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.env = {
-            **os.environ,
-            "PATH": f"{BIN}:{os.environ['PATH']}",
+        settings = {
             "OMNIQ_NAMESPACE": f"serve{self.port}",
             "OMNIQ_DATA_DIR": str(folder / "data"),
-            "OMNIQ_BROKER_PORT": str(free_port()),
+            "OMNIQ_BROKER_PORT": str(broker := free_port()),
             "OMNIQ_HEARTBEAT": "0.3",
+        }
+        self.env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", **settings}
+        #: Settings of a Python client, or of a command, that is to use this system.
+        self.client_settings = {
+            **settings,
+            "OMNIQ_BROKER_URL": f"redis://127.0.0.1:{broker}/0",
+            "OMNIQ_PIPELINES": json.dumps([str(folder / "data" / "serve")]),
         }
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(

@@ -25,6 +25,7 @@ edges:
   - {{from: first.text, to: second.prompt}}
 outputs:
   text: {{from: second.text, type: text}}
+  draft: {{from: first.text, type: text}}
 """
 
 

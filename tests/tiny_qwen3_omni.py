@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_qwen_omni import MEDIA_TOKENS, MEL, TTS_TOKENS, make_omni_tokenizer, save_processor
+from tiny_qwen_omni import (
+    MEDIA_TOKENS,
+    MEL,
+    TTS_TOKENS,
+    make_omni_tokenizer,
+    merged,
+    save_processor,
+)
 
 HIDDEN = 64
 #: Codes of a group, and groups of a frame.
@@ -18,15 +26,20 @@ SAMPLES_A_FRAME = 1920
 LAYER = 2
 
 
-def make_qwen3_omni(folder: Path) -> Path:
-    """Write the whole model to ``folder``: weights, tokenizer, preprocessors."""
+def make_qwen3_omni(folder: Path, shape: Mapping[str, Any] | None = None) -> Path:
+    """Write the whole model to ``folder``: weights, tokenizer, preprocessors.
+
+    Args:
+        folder: is made.
+        shape: settings of ``config.json`` to use in place of the tiny ones.
+    """
     from transformers import Qwen3OmniMoeForConditionalGeneration
 
     tokenizer = make_omni_tokenizer()
     # One token each, as in the real model, whose talker tells turns apart by them.
     tokenizer.add_tokens(["user", "assistant", "system"])
     torch.manual_seed(0)
-    model = Qwen3OmniMoeForConditionalGeneration(_config(tokenizer)).eval()
+    model = Qwen3OmniMoeForConditionalGeneration(_config(tokenizer, shape or {})).eval()
     with torch.no_grad():
         for weight in model.code2wav.parameters():
             if weight.ndim > 1:  # at 0.02 whatever is said is silence
@@ -39,7 +52,7 @@ def make_qwen3_omni(folder: Path) -> Path:
     return folder
 
 
-def _config(tokenizer: Any) -> Any:
+def _config(tokenizer: Any, shape: Mapping[str, Any]) -> Any:
     from transformers import Qwen3OmniMoeConfig
 
     ids = {name: tokenizer.convert_tokens_to_ids(t) for name, t in MEDIA_TOKENS.items()}
@@ -136,10 +149,9 @@ def _config(tokenizer: Any) -> Any:
     }
     text = {name: tokenizer.convert_tokens_to_ids(name) for name in TTS_TOKENS}
     of = tokenizer.convert_tokens_to_ids
+    parts = {"thinker_config": thinker, "talker_config": talker, "code2wav_config": code2wav}
     return Qwen3OmniMoeConfig(
-        thinker_config=thinker,
-        talker_config=talker,
-        code2wav_config=code2wav,
+        **merged(parts, shape),
         im_start_token_id=of("<|im_start|>"),
         im_end_token_id=of("<|im_end|>"),
         tts_pad_token_id=text["<tts_pad>"],

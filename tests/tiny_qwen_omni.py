@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +55,26 @@ def make_omni_tokenizer() -> Any:
     return tokenizer
 
 
-def make_qwen_omni(folder: Path) -> Path:
-    """Write the whole model to ``folder``: weights, speakers, tokenizer, preprocessors."""
+def make_qwen_omni(
+    folder: Path, shape: Mapping[str, Any] | None = None, scale: tuple[float, float] = (6, 4)
+) -> Path:
+    """Write the whole model to ``folder``: weights, speakers, tokenizer, preprocessors.
+
+    Args:
+        folder: is made.
+        shape: settings of ``config.json`` to use in place of the tiny ones.
+        scale: factors for the weights of DiT and vocoder.
+    """
     from transformers import Qwen2_5OmniForConditionalGeneration
 
     tokenizer = make_omni_tokenizer()
     torch.manual_seed(0)
-    model = Qwen2_5OmniForConditionalGeneration(_config(tokenizer)).eval()
+    config = _config(tokenizer, shape or {})
+    model = Qwen2_5OmniForConditionalGeneration(config).eval()
+    dit = config.token2wav_config.dit_config
     with torch.no_grad():
         # What the classes leave at 0.02 makes silence, whatever the codes are.
-        for part, factor in (("dit", 6), ("bigvgan", 4)):
+        for part, factor in zip(("dit", "bigvgan"), scale, strict=True):
             for weight in getattr(model.token2wav, f"code2wav_{part}_model").parameters():
                 if weight.ndim > 1:
                     weight.mul_(factor)
@@ -73,8 +84,8 @@ def make_qwen_omni(folder: Path) -> Path:
         {
             name: {
                 "bos_token": tokenizer.convert_tokens_to_ids(bos),
-                "cond": torch.randn(1, 12),
-                "ref_mel": torch.randn(1, 30, MEL),
+                "cond": torch.randn(1, dit.enc_emb_dim),
+                "ref_mel": torch.randn(1, 30, dit.mel_dim),
             }
             for name, bos in SPEAKERS.items()
         },
@@ -102,7 +113,7 @@ def save_processor(folder: Path, tokenizer: Any, name: str, **pixels: Any) -> No
     (folder / "preprocessor_config.json").write_text(json.dumps(both, default=str))
 
 
-def _config(tokenizer: Any) -> Any:
+def _config(tokenizer: Any, shape: Mapping[str, Any]) -> Any:
     from transformers import Qwen2_5OmniConfig
 
     ids = {name: tokenizer.convert_tokens_to_ids(t) for name, t in MEDIA_TOKENS.items()}
@@ -196,9 +207,19 @@ def _config(tokenizer: Any) -> Any:
         },
         "bigvgan_config": {"mel_dim": MEL, "upsample_initial_channel": 64},
     }
-    return Qwen2_5OmniConfig(
-        thinker_config=thinker, talker_config=talker, token2wav_config=token2wav
-    )
+    parts = {"thinker_config": thinker, "talker_config": talker, "token2wav_config": token2wav}
+    return Qwen2_5OmniConfig(**merged(parts, shape))
+
+
+def merged(settings: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """``settings`` with those of ``more`` in their places, at any depth."""
+    return {
+        **settings,
+        **{
+            name: merged(settings.get(name, {}), value) if isinstance(value, Mapping) else value
+            for name, value in more.items()
+        },
+    }
 
 
 def _rope(section: list[int]) -> dict[str, Any]:

@@ -76,6 +76,24 @@ class RedisStore(BlobStore):
         self.garbage_host = REDIS_HOST if own_server else None
         self._wires = Wires(client)
         self._ttl, self._max_bytes, self._chunk_bytes = ttl, max_bytes, chunk_bytes
+        self._system = None if own_server else ""
+
+    @property
+    def system(self) -> str:
+        """Whose blobs these are: '' on the server that keeps the jobs, elsewhere a name that the
+        jobs' server has, so that no system frees what belongs to the jobs of another.
+        """
+        if self._system is None:
+            with broker_errors(), self.broker_client() as broker:
+                broker.set(keys.system(), secrets.token_hex(8), nx=True)
+                name: Any = broker.get(keys.system())
+            self._system = name.decode()
+        return self._system
+
+    @property
+    def notes(self) -> str:
+        """Name of the hash of what has been written."""
+        return keys.blob_notes(self.system)
 
     @classmethod
     def from_settings(cls, ttl: float | None = None) -> RedisStore:
@@ -122,9 +140,11 @@ class RedisStore(BlobStore):
                 f"OMNIQ_REDIS_BLOB_MAX_BYTES allows {self._max_bytes}"
             )
 
+        notes = self.notes.encode()
+
         def write(wire: Wire) -> str:
             plan = Plan(nbytes, self._chunk_bytes, secrets.token_bytes(redis_frame.TOKEN_BYTES))
-            return _Writing(wire, blob_id, plan, self._ttl).write(buffers())
+            return _Writing(wire, blob_id, plan, self._ttl, notes).write(buffers())
 
         with _errors(blob_id):
             checksum = self._wires.use(write)
@@ -162,7 +182,7 @@ class RedisStore(BlobStore):
         with _errors(ref.id):
             pipe = self.client.pipeline(transaction=True)
             pipe.unlink(*(keys.blob_chunk(ref.id, n) for n in range(number)))
-            pipe.hdel(keys.blob_notes(), ref.id)
+            pipe.hdel(self.notes, ref.id)
             return bool(pipe.execute()[0])
 
     def drop_noted(self, notes: Mapping[str, int]) -> int:
@@ -177,7 +197,7 @@ class RedisStore(BlobStore):
                 pipe.unlink(*(keys.blob_part(blob_id, f"{token}.{n}") for n in numbers))
             else:
                 pipe.unlink(*(keys.blob_chunk(blob_id, n) for n in numbers))
-        pipe.hdel(keys.blob_notes(), *notes)
+        pipe.hdel(self.notes, *notes)
         with _errors("that nobody needs"):
             return sum(map(bool, pipe.execute()[:-1]))
 
@@ -200,14 +220,14 @@ def _client(url: str) -> redis.Redis:
 class _Writing:
     """One attempt to write a blob."""
 
-    def __init__(self, wire: Wire, blob_id: str, plan: Plan, ttl: float) -> None:
+    def __init__(self, wire: Wire, blob_id: str, plan: Plan, ttl: float, notes: bytes) -> None:
         self._wire, self._id, self._plan = wire, blob_id, plan
         self._ttl = b"%d" % max(1, ttl * 1000)
         self._digest = xxhash.xxh3_64()
         numbers = range(plan.chunks)
         self._final = [keys.blob_chunk(blob_id, n).encode() for n in numbers]
         self._parts: list[bytes] = []
-        self._notes, self._note = keys.blob_notes().encode(), blob_id.encode()
+        self._notes, self._note = notes, blob_id.encode()
         self._part_note = b""
         if plan.chunks > 1:
             token = plan.token.hex()

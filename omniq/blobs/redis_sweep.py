@@ -59,7 +59,7 @@ class RedisSweep:
 
     def _run(self) -> int:
         interval, client = get_settings().reconcile_interval, self._store.client
-        key, began = keys.blob_sweeper(), time.monotonic()
+        key, began = keys.blob_sweeper(self._store.system), time.monotonic()
         # Not renewed: the next pass is whosever comes first then.
         if not client.set(key, "", nx=True, px=int(interval * 1000)):
             return 0
@@ -70,7 +70,7 @@ class RedisSweep:
         return swept
 
     def _pass(self) -> int:
-        settings, client, notes = get_settings(), self._store.client, keys.blob_notes()
+        settings, client, notes = get_settings(), self._store.client, self._store.notes
         swept = cursor = 0
         while True:
             cursor, page = client.hscan(notes, cursor, count=_PAGE)

@@ -16,6 +16,7 @@ import yaml
 
 from omniq.async_client import AsyncOmniLLM
 from omniq.cli.options import echo_json, pipeline_option
+from omniq.config import PipelineConfig
 from omniq.errors import BrokerUnavailable, OmniqError
 from omniq.jobs.workers import WorkerRegistry
 from omniq.redis_client import connect
@@ -31,10 +32,10 @@ from omniq.settings import get_settings
 @click.option("--param", "params", multiple=True, metavar="NAME=VALUE", help="May be repeated.")
 @click.option(
     "--input",
-    "files",
+    "more",
     multiple=True,
-    metavar="NAME=FILE",
-    help="A picture, sound or video; may be repeated.",
+    metavar="NAME=VALUE",
+    help="Another input: a picture's, sound's or video's file, or a text; may be repeated.",
 )
 @click.option(
     "--idempotency-key", help="Sent again with the same key, the request is the same job."
@@ -55,7 +56,7 @@ def generate(
     pipeline: str,
     seed: int | None,
     params: tuple[str, ...],
-    files: tuple[str, ...],
+    more: tuple[str, ...],
     idempotency_key: str | None,
     timeout: float | None,
     allow_partial: bool,
@@ -70,12 +71,13 @@ def generate(
     parameters = _parameters(params)
     if seed is not None:
         parameters["seed"] = seed
+    inputs = _pairs(more, "--input")
     options = {
         "idempotency_key": idempotency_key,
         "timeout": timeout,
         "allow_partial": allow_partial,
     }
-    result = asyncio.run(_generate(pipeline, prompt, _files(files), parameters, options))
+    result = asyncio.run(_generate(pipeline, prompt, inputs, parameters, options))
     saved = _save(result, output)
     for name, why in result.missing.items():
         _note(f"warning: no {name}: stage {why.stage}: {why.error.get('message')}")
@@ -92,34 +94,49 @@ def generate(
 
 
 def _parameters(params: tuple[str, ...]) -> dict[str, Any]:
-    """``NAME=VALUE`` pairs; values as YAML, so that ``7``, ``1.5``, ``true``, ``[a, b]`` work."""
+    """Values as YAML, so that ``7``, ``1.5``, ``true``, ``[a, b]`` work; of one name the last."""
     found: dict[str, Any] = {}
-    for item in params:
-        name, equals, text = item.partition("=")
-        if not name or not equals:
-            raise click.BadParameter(f"{item!r} is not NAME=VALUE", param_hint="--param")
+    for name, text in _pairs(params, "--param"):
         try:
             found[name] = yaml.safe_load(text)
         except yaml.YAMLError as exc:
-            raise click.BadParameter(f"{item!r}: {exc}", param_hint="--param") from exc
+            raise click.BadParameter(f"'{name}={text}': {exc}", param_hint="--param") from exc
     return found
 
 
-def _files(given: tuple[str, ...]) -> dict[str, Any]:
-    """``NAME=FILE`` pairs; several files of one name are a list."""
-    found: dict[str, list[Path]] = {}
+def _pairs(given: tuple[str, ...], option: str) -> list[tuple[str, str]]:
+    """``NAME=VALUE`` pairs."""
+    found = []
     for item in given:
-        name, equals, path = item.partition("=")
+        name, equals, value = item.partition("=")
         if not name or not equals:
-            raise click.BadParameter(f"{item!r} is not NAME=FILE", param_hint="--input")
-        found.setdefault(name, []).append(Path(path))
-    return {n: paths if len(paths) > 1 else paths[0] for n, paths in found.items()}
+            raise click.BadParameter(f"{item!r} is not NAME=VALUE", param_hint=option)
+        found.append((name, value))
+    return found
+
+
+def _inputs(config: PipelineConfig, given: list[tuple[str, str]]) -> dict[str, Any]:
+    """Texts as they are, files as paths; several files of one name are a list.
+
+    Raises:
+        click.BadParameter: a text is given twice.
+    """
+    found: dict[str, Any] = {}
+    files: dict[str, list[Path]] = {}
+    for name, value in given:
+        if name in config.files or name not in config.inputs:
+            files.setdefault(name, []).append(Path(value))
+        elif name in found:
+            raise click.BadParameter(f"{name!r} is given twice", param_hint="--input")
+        else:
+            found[name] = value
+    return found | {n: paths if len(paths) > 1 else paths[0] for n, paths in files.items()}
 
 
 async def _generate(
     pipeline: str,
     text: str,
-    files: dict[str, Any],
+    inputs: list[tuple[str, str]],
     parameters: dict[str, Any],
     options: dict[str, Any],
 ) -> OmniRequestOutput:
@@ -130,7 +147,8 @@ async def _generate(
     llm = AsyncOmniLLM(
         pipeline, broker_url=url, on_progress=lambda stage, state: _note(f"{stage} is {state}")
     )
-    prompt = {next(iter(llm.config.inputs)): text, **files}
+    first = next(iter(llm.config.inputs))
+    prompt = _inputs(llm.config, [(first, text), *inputs])
     llm.validate(prompt, parameters)  # before anything is started
     async with llm:
         final: OmniRequestOutput | None = None

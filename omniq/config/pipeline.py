@@ -34,6 +34,9 @@ class InputConfig(ConfigModel):
         "integers, 'image', 'audio' and 'video' one or several files, 'latents' a tensor.",
     )
     required: bool = True
+    requires: list[str] = Field(
+        default_factory=list, description="Inputs without which this one is of no use."
+    )
     min_length: int = Field(1, ge=0, description="Characters, or token ids.")
     max_length: int = Field(
         8_000, ge=1, description="Characters (of all messages together), or token ids."
@@ -192,6 +195,16 @@ class PipelineConfig(ConfigModel):
             if not any(e.consumer == stage for e in self.edges):
                 raise _fault(f"stage {stage!r} has no incoming edge", "stages", i)
         self.topological_order()
+        return self
+
+    @model_validator(mode="after")
+    def _required_inputs(self) -> PipelineConfig:
+        for name, spec in self.inputs.items():
+            if unknown := [other for other in spec.requires if other not in self.inputs]:
+                allowed = ", ".join(self.inputs)
+                raise _fault(
+                    f"requires {unknown[0]!r}: no such input; allowed: {allowed}", "inputs", name
+                )
         return self
 
     @model_validator(mode="after")

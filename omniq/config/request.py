@@ -63,11 +63,17 @@ def _check_inputs(pipeline: PipelineConfig, inputs: dict[str, Any]) -> list[Faul
         if name not in inputs:
             if spec.required:
                 faults.append(_fault(field, "required, but missing"))
+            elif given := _that_require(pipeline, name, inputs):
+                faults.append(_fault(field, f"required with {given[0]}, but missing"))
         elif spec.type == "messages" and _is_deeper(inputs[name], MOST_LEVELS):
             faults.append(_fault(field, _TOO_DEEP))
         elif (message := _FAULT[spec.type](spec, inputs[name])) is not None:
             faults.append(_fault(field, message))
     return faults
+
+
+def _that_require(pipeline: PipelineConfig, name: str, inputs: dict[str, Any]) -> list[str]:
+    return [n for n, spec in pipeline.inputs.items() if n in inputs and name in spec.requires]
 
 
 def _text_fault(spec: InputConfig, value: Any) -> str | None:

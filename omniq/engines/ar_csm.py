@@ -63,7 +63,7 @@ class CsmAREngine(Engine):
 
     Inputs: ``prompt`` (text); ``voice`` (text: the speaker's number, or one of the names in
     ``voices``; default 0);
-    ``reference_audio`` (float32 [samples] at the codec's rate) with ``reference_text``, to speak in
+    ``ref_audio`` (float32 [samples] at the codec's rate) with ``ref_text``, to speak in
     the voice of a recording. Output ``codes``: int64 [frames, codebooks], in chunks of
     ``chunk_frames`` while more are made; and the value ``finish_reason``, ``stop`` or ``length``.
 
@@ -191,16 +191,18 @@ class CsmAREngine(Engine):
         if not (voice.isascii() and voice.isdecimal()):
             named = "".join(f", {name}" for name in self._voices)
             refuse_input("voice", f"must be a speaker's number: 0, 1 ...{named}; is {voice!r}")
-        messages = conversation(text, voice, _reference(inputs))
+        reference = _reference(inputs)
+        messages = conversation(text, voice, reference)
         with engine_faults(f"stage {self.stage.stage_id!r}"):
             made = self._processor.apply_chat_template(
                 messages, tokenize=True, return_dict=True, return_tensors="pt"
             ).to(self.device, self._model.dtype)
         room = self._context - int(made["input_ids"].shape[1])
         if room < 1:
-            refuse_input(
-                "prompt", f"must leave room in {self._context} positions, lacks {1 - room}"
-            )
+            lacks = f"leave room in {self._context} positions, lacks {1 - room}"
+            if reference is not None:
+                refuse_input("ref_audio", f"must, with ref_text and prompt, {lacks}")
+            refuse_input("prompt", f"must {lacks}")
         first_sampler = Sampler(first, [])
         return _Speech(
             deterministic=deterministic,
@@ -278,10 +280,10 @@ class CsmAREngine(Engine):
 
 def _reference(inputs: Mapping[str, StageInput]) -> tuple[str, Any] | None:
     """Words and samples of a recording, if the request brings one."""
-    given = [name for name in ("reference_audio", "reference_text") if name in inputs]
+    given = [name for name in ("ref_audio", "ref_text") if name in inputs]
     if not given:
         return None
-    words, samples = text_input(inputs, "reference_text"), tensor_input(inputs, "reference_audio")
+    words, samples = text_input(inputs, "ref_text"), tensor_input(inputs, "ref_audio")
     if samples.ndim != 1 or not len(samples):
-        refuse_input("reference_audio", f"must be [samples], is {list(samples.shape)}")
+        refuse_input("ref_audio", f"must be [samples], is {list(samples.shape)}")
     return words, samples.float().cpu().numpy()

@@ -22,7 +22,8 @@ SAMPLE_RATE = 24_000
 class Csm(ModelFamily):
     """``CsmForConditionalGeneration`` as two stages with a window between them.
 
-    Inputs: ``prompt``, and ``voice``, the number of a speaker; output ``audio``.
+    Inputs: ``prompt``; ``voice``, the number of a speaker; ``ref_audio`` and ``ref_text``, a
+    recording to speak like and what is said there (as vLLM-Omni calls them); output ``audio``.
     """
 
     name: ClassVar[str] = "CSM"
@@ -41,12 +42,13 @@ class Csm(ModelFamily):
         """
         common = {"model": files.model, **own_options(files, self.name, options, IN_FLIGHT)}
         codec = (files.json(CONFIG) or {}).get("codec_config") or {}
+        rate = int(codec.get("sampling_rate") or SAMPLE_RATE)
         stages: list[dict[str, Any]] = [
             {
                 "stage_id": "ar",
                 "engine_type": "AR",
                 "engine": "csm",
-                "input_modalities": ["text"],
+                "input_modalities": ["text", "audio"],
                 "defaults": {"max_tokens": MOST_FRAMES},
                 **common,
             },
@@ -68,18 +70,33 @@ class Csm(ModelFamily):
                     "max_length": 64,
                     "description": "Number of the speaker; default 0.",
                 },
+                "ref_audio": {
+                    "type": "audio",
+                    "required": False,
+                    "requires": ["ref_text"],
+                    "sample_rate": rate,
+                    "description": "A recording, in whose voice is spoken.",
+                },
+                "ref_text": {
+                    "type": "text",
+                    "required": False,
+                    "requires": ["ref_audio"],
+                    "description": "What is said in the recording.",
+                },
             },
             "stages": placed(stages, options.gpus, PLANS),
             "edges": [
-                {"from": "input.prompt", "to": "ar.prompt"},
-                {"from": "input.voice", "to": "ar.voice"},
+                *(
+                    {"from": f"input.{name}", "to": f"ar.{name}"}
+                    for name in ("prompt", "voice", "ref_audio", "ref_text")
+                ),
                 {"from": "ar.codes", "to": "codec.codes", "trigger": "window", "window": WINDOW},
             ],
             "outputs": {
                 "audio": {
                     "from": "codec.audio",
                     "type": "audio",
-                    "sample_rate": int(codec.get("sampling_rate") or SAMPLE_RATE),
+                    "sample_rate": rate,
                 },
             },
         }

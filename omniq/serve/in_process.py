@@ -1,4 +1,8 @@
-"""A model as a pipeline of this Python process and of those that it starts."""
+"""A model as a pipeline of this Python process and of those that it starts.
+
+A pipeline's name is that of its queues and of the file that workers load, so no two have the same:
+the second of two folders called alike, or of one folder with other options, is ``NAME-2``.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,12 @@ import os
 import tempfile
 from collections.abc import Mapping
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from omniq.config import PipelineConfig, available_pipelines
+from omniq.resolve.files import MAX_NAME
 from omniq.serve.command import pipeline_yaml
 from omniq.serve.flags import ServeFlags
 from omniq.serve.target import resolve_model
@@ -20,7 +26,8 @@ PIPELINES = "OMNIQ_PIPELINES"
 
 
 def model_pipeline(model: str, options: Mapping[str, Any]) -> PipelineConfig:
-    """What ``omniq serve MODEL`` would serve, made known under its name.
+    """What ``omniq serve MODEL`` would serve, made known under a name of its own; the same again
+    if it was made known before.
 
     Args:
         model: as MODEL there.
@@ -37,12 +44,27 @@ def model_pipeline(model: str, options: Mapping[str, Any]) -> PipelineConfig:
         pipeline = resolve_model(ServeFlags(model, **options))
     finally:
         _use(before)
-    if available_pipelines().get(pipeline.name) == pipeline:
+    known = available_pipelines()
+    for number in count(1):
+        named = _named(pipeline, number)
+        if known.get(named.name) == named:
+            return named
+        if named.name not in known:
+            break
+    file = _folder() / f"{named.name}.yaml"
+    file.write_text(pipeline_yaml(named), encoding="utf-8")
+    _use([*before, str(file)])
+    return available_pipelines()[named.name]
+
+
+def _named(pipeline: PipelineConfig, number: int) -> PipelineConfig:
+    """``pipeline``, from number 2 on made anew with the number in its name."""
+    if number == 1:
         return pipeline
-    file = _folder() / f"{pipeline.name}.yaml"
-    file.write_text(pipeline_yaml(pipeline), encoding="utf-8")
-    _use([*(entry for entry in before if entry != str(file)), str(file)])
-    return available_pipelines()[pipeline.name]
+    end = f"-{number}"
+    mapping = pipeline.model_dump(by_alias=True, exclude_unset=True)
+    name = pipeline.name[: MAX_NAME - len(end)] + end
+    return PipelineConfig.model_validate({**mapping, "name": name})
 
 
 def _use(files: list[str]) -> None:

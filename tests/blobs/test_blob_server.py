@@ -55,7 +55,7 @@ def router(configured: redis.Redis) -> Iterator[BlobRouter]:
 
 def left(client: redis.Redis) -> list[bytes]:
     """All keys but that of who has swept last, which expires."""
-    return [k for k in client.scan_iter() if k.decode() != keys.blob_sweeper()]
+    return [k for k in client.scan_iter() if not k.decode().startswith(keys.blob_sweeper())]
 
 
 async def start(jobs: JobStore, router: BlobRouter, *, local: bool) -> tuple[str, BlobRef]:

@@ -16,6 +16,7 @@ from support import Valkey, wait_until
 
 from omniq import keys
 from omniq.blobs import BlobRef, BlobRouter
+from omniq.blobs.redis import RedisStore
 from omniq.blobs.redis_sweep import UNRECORDED
 from omniq.errors import StoreFull
 from omniq.jobs.model import JobSpec, StageResult, new_job_id
@@ -45,6 +46,14 @@ def blobs(
     server.stop()
 
 
+def system() -> str:
+    store = RedisStore.from_settings()
+    try:
+        return store.system
+    finally:
+        store.close()
+
+
 @pytest.fixture
 async def jobs(configured: redis.Redis) -> AsyncIterator[JobStore]:
     store = JobStore.from_settings()
@@ -67,9 +76,9 @@ def left(blobs: redis.Redis, namespace: str) -> Callable[[], list[bytes]]:
     other = BlobRouter.from_settings()
 
     def look() -> list[bytes]:
-        blobs.delete(keys.blob_sweeper())  # as if the last one had been a while ago
+        blobs.delete(keys.blob_sweeper(system()))  # as if the last one had been a while ago
         other.collect()
-        found = (f"{namespace}:{kind}" for kind in ("blob:*", "part:*", "blobs"))
+        found = (f"{namespace}:{kind}" for kind in ("blob:*", "part:*", "blobs*"))
         return [key for pattern in found for key in blobs.scan_iter(pattern)]
 
     return look
@@ -138,10 +147,10 @@ async def test_a_job_that_ends_well_leaves_no_note(
     job, fence = await begin(jobs)
     ref = router.put(f"{job}.a.{fence}.out", make(nbytes), consumers_local=True)
     await finish(jobs, job, fence, ref)
-    assert blobs.hgetall(keys.blob_notes()) == {ref.id.encode(): str(ref.nbytes).encode()}
+    assert blobs.hgetall(keys.blob_notes(system())) == {ref.id.encode(): str(ref.nbytes).encode()}
     await jobs.cancel(job)
     router.collect_garbage()
-    assert not blobs.exists(keys.blob_notes())
+    assert not blobs.exists(keys.blob_notes(system()))
 
 
 WRITER = """
@@ -230,7 +239,7 @@ async def test_one_sweeps_for_all(
     get_settings.cache_clear()
     assert router.collect() == 0
     router.put("gone.a.1.out", make(1000), consumers_local=True)
-    assert blobs.pttl(keys.blob_sweeper()) <= 500  # type: ignore[operator]
+    assert blobs.pttl(keys.blob_sweeper(system())) <= 500  # type: ignore[operator]
     wait_until(lambda: router.collect() == 1, 5)
 
 
@@ -246,3 +255,20 @@ async def test_a_full_server_takes_no_note_either(
     finally:
         blobs.config_set("maxmemory", 0)
     assert not list(blobs.scan_iter(f"{namespace}:*"))
+
+
+@pytest.mark.parametrize("blobs", ["own server"], indirect=True)
+async def test_another_system_on_the_same_server_frees_nothing_here(
+    blobs: redis.Redis, router: BlobRouter, jobs: JobStore, configured: redis.Redis
+) -> None:
+    """Its broker has neither these jobs nor this system's name."""
+    job, fence = await begin(jobs)
+    ref = router.put(f"{job}.a.{fence}.out", make(1000), consumers_local=True)
+    assert router.collect() == 0
+    configured.flushall()
+    other = BlobRouter.from_settings()
+    try:
+        assert other.collect() == 0
+        assert_same(other.get(ref), make(1000))
+    finally:
+        other.close()

@@ -157,7 +157,7 @@ def test_generate_refuses_bad_parameters_before_it_starts_anything() -> None:
     assert done.returncode != 0
     assert "input.image: unknown input; allowed: prompt" in done.stderr
     done = omniq("generate", "a red circle", "--input", "image")
-    assert "'image' is not NAME=FILE" in done.stderr
+    assert "'image' is not NAME=VALUE" in done.stderr
     done = omniq("generate", "a red circle", "--param", "width")
     assert done.returncode == 2
     assert "NAME=VALUE" in done.stderr

@@ -203,6 +203,36 @@ async def test_a_single_request_is_told_that_there_is_no_room(
     await allm.cancel(job)
 
 
+def test_only_the_outputs_that_are_asked_for_are_made(llm: OmniLLM) -> None:
+    """Of each prompt; stages that none of them needs do not run."""
+    made = llm.generate(["a b", "c"], outputs=["draft"])
+    assert [o.values for o in made] == [{"draft": "A B"}, {"draft": "C"}]
+    assert [list(o.stages) for o in made] == [["first"]] * 2
+    assert [o.text for o in made] == ["A B", "C"]
+    for wanted in (["text"], ["text", "draft"], None):
+        (whole,) = llm.generate("a b", outputs=wanted)
+        assert list(whole.stages) == ["first", "second"]
+        assert "text" in whole.values
+    for wrong, says in ((["song"], "; got 'song'"), ([], "")):
+        with pytest.raises(InvalidRequest, match=f"outputs: must be some of text, draft{says}$"):
+            llm.generate("a", outputs=wrong)
+
+
+async def test_only_the_outputs_that_are_asked_for_are_streamed(allm: AsyncOmniLLM) -> None:
+    """By every call that takes them; another choice is another request."""
+    seen = [list(o.stages) async for o in allm.stream("a b", outputs=["draft"])]
+    assert seen[1:]
+    assert all(stages == ["first"] for stages in seen)
+    made = await allm.generate("a b", outputs=["draft"], idempotency_key="o", seed=1)
+    assert (made.values, list(made.stages)) == ({"draft": "A B"}, ["first"])
+    job = await allm.submit("a b", outputs=["draft"], idempotency_key="o", seed=1)
+    assert job == made.job_id
+    with pytest.raises(IdempotencyConflict):
+        await allm.submit("a b", outputs=["text"], idempotency_key="o", seed=1)
+    with pytest.raises(InvalidRequest, match="got 'song'"):
+        await allm.submit("a", outputs=["song"])
+
+
 def test_a_batch_sent_again_by_its_key_is_the_same_jobs(llm: OmniLLM) -> None:
     first = llm.generate(["a", "b"], idempotency_key="k", seed=1)
     again = llm.generate(["a", "b"], idempotency_key="k", seed=1)

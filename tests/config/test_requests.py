@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from omniq.config import get_pipeline
-from omniq.config.pipeline import InputConfig
+from omniq.config.loader import BUILTIN_DIR
+from omniq.config.pipeline import InputConfig, PipelineConfig
 from omniq.config.request import _FAULT, validate_request
 from omniq.errors import InvalidRequest
 from omniq.submit import make_spec
@@ -36,6 +39,25 @@ def test_defaults_are_filled_in() -> None:
 def test_a_shared_name_reaches_every_stage_and_a_stage_may_differ() -> None:
     complete = check(parameters={"seed": 3, "ar": {"seed": 4}})
     assert (complete["ar"]["seed"], complete["dit"]["seed"]) == (4, 3)
+
+
+def test_inputs_that_need_each_other() -> None:
+    """One without the other is a fault of the one that is missing."""
+    text = (BUILTIN_DIR / "tiny-omni.yaml").read_text()
+    both = "{words: {type: text, required: false, requires: [REF]}, sound: {type: audio, required: "
+    inputs = both + "false, requires: [words]}, prompt: {type: text}}"
+    data = yaml.safe_load(text)
+    data["inputs"] = yaml.safe_load(inputs.replace("REF", "sound"))
+    pipeline = PipelineConfig.model_validate(data)
+    validate_request(pipeline, PROMPT, {})
+    validate_request(pipeline, {**PROMPT, "words": "a", "sound": b""}, {})
+    for one, missing in (("words", "sound"), ("sound", "words")):
+        with pytest.raises(InvalidRequest, match=f"required with {one}, but missing") as refused:
+            validate_request(pipeline, {**PROMPT, one: "a"}, {})
+        assert [f["field"] for f in refused.value.fields] == [f"input.{missing}"]
+    data["inputs"] = yaml.safe_load(inputs.replace("REF", "voice"))
+    with pytest.raises(ValidationError, match="requires 'voice': no such input; allowed: words, "):
+        PipelineConfig.model_validate(data)
 
 
 def test_a_missing_seed_is_drawn_once_for_all_stages() -> None:

@@ -216,6 +216,8 @@ def test_a_client_that_goes_cancels_its_job(system: System) -> None:
         ({"speed": 1.5}, "speed", "speaks at speed 1 only"),
         ({"speed": 5}, "speed", "less than or equal to 4"),
         ({"instructions": "whisper"}, "instructions", "takes no instructions"),
+        ({"ref_text": "a"}, "ref_text", "takes no recording of a voice"),
+        ({"ref_audio": "data:,a"}, "ref_audio", "takes no recording of a voice"),
         ({"input": "x" * 201}, "input", "must have 1 to 200 characters"),
         ({"input": ""}, "input", "must have 1 to 200 characters"),
         ({"voice": "x" * 21}, "voice", "must have 1 to 20 characters"),

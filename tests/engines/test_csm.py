@@ -25,6 +25,7 @@ from omniq.errors import ConfigError, EngineError, InvalidRequest
 TEXT = "hello there"
 #: Floats this close are equal but for rounding; waveforms reach to 1.
 CLOSE = {"atol": 2e-6, "rtol": 0}
+SOUND = torch.sin(torch.arange(3 * FRAME) / 20.0)
 
 
 @pytest.fixture(scope="module")
@@ -155,11 +156,8 @@ async def test_voice_and_text_matter(ar: Engine) -> None:
 
 async def test_recording_of_a_voice_equals_generate(made: Callable[..., Path], ar: Engine) -> None:
     """A recording and its words stand before the text."""
-    sound = torch.sin(torch.arange(3 * FRAME) / 20.0)
-    expected, _ = reference(made(), TEXT, seed=4, audio=("a red circle", sound.numpy()))
-    out = await ask(
-        ar, {"seed": 4}, prompt=TEXT, reference_audio=sound, reference_text="a red circle"
-    )
+    expected, _ = reference(made(), TEXT, seed=4, audio=("a red circle", SOUND.numpy()))
+    out = await ask(ar, {"seed": 4}, prompt=TEXT, ref_audio=SOUND, ref_text="a red circle")
     assert torch.equal(codes_of(out), expected)
     assert not torch.equal(codes_of(await ask(ar, {"seed": 4}, prompt=TEXT)), expected)
 
@@ -168,8 +166,7 @@ async def test_half_precision(made: Callable[..., Path]) -> None:
     """A recording is heard, and codes are decoded, in the stage's dtype; sound is float32."""
     ar = await loaded(ar_stage(made(), dtype="bfloat16"))
     codec = await loaded(decode_stage(made(), dtype="bfloat16"))
-    sound = torch.sin(torch.arange(3 * FRAME) / 20.0)
-    out = await ask(ar, {"seed": 4}, prompt=TEXT, reference_audio=sound, reference_text="a")
+    out = await ask(ar, {"seed": 4}, prompt=TEXT, ref_audio=SOUND, ref_text="a")
     audio = audio_of(await ask(codec, {}, codes=codes_of(out)))
     assert (audio.dtype, audio.shape) == (torch.float32, (12 * FRAME,))
 
@@ -314,11 +311,12 @@ async def test_nan_of_one_row_is_its_own(ar: Engine, monkeypatch: pytest.MonkeyP
         ({}, {"prompt": "a", "voice": "alloy"}, "input.voice"),
         ({}, {"prompt": "a" * 600}, "input.prompt"),
         ({}, {"voice": "1"}, "input.prompt"),
-        ({}, {"prompt": "a", "reference_text": "b"}, "input.reference_audio"),
+        ({}, {"prompt": "a", "ref_text": "b"}, "input.ref_audio"),
+        ({}, {"prompt": "a", "ref_text": "b" * 600, "ref_audio": SOUND}, "input.ref_audio"),
     ],
 )
 async def test_wrong_requests(
-    ar: Engine, params: dict[str, Any], inputs: dict[str, str], field: str
+    ar: Engine, params: dict[str, Any], inputs: dict[str, Any], field: str
 ) -> None:
     """Refused before anything is made, by name."""
     with pytest.raises(InvalidRequest) as refused:

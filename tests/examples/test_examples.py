@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import av
 import pytest
 from diffusion_helpers import picture
 from PIL import Image
-from served import make_model
-from tiny_csm import make_csm
+from served import EXAMPLES, make_model
+from served import run_example as run
+from sounds import tone
+from tiny_csm import SAMPLE_RATE, make_csm
 from tiny_families import make
 from tiny_glm_image import make_glm_image
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+from omniq.outputs.sound import to_int16, wav_file
+
 SMALL = ["--height", "32", "--width", "48", "--steps", "2", "--dtype", "float32"]
 
-#: Ask a server; tests/serve runs them beside theirs.
-SERVED = ("qwen_omni.py",)
+#: Scripts that ask a server are run beside the tests of one.
+SERVE = Path(__file__).parents[1] / "serve"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def run(script: str, *args: str | Path) -> str:
-    command = [sys.executable, str(EXAMPLES / script), *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def test_every_script_is_run_here_and_in_the_list() -> None:
-    tests, text = Path(__file__).read_text(), (EXAMPLES / "README.md").read_text()
+def test_every_script_is_run_and_in_the_list() -> None:
+    tests = "".join(p.read_text() for p in (Path(__file__), *SERVE.glob("test_*.py")))
+    text = (EXAMPLES / "README.md").read_text()
     scripts = {p.name for p in EXAMPLES.glob("*.py")} - {"common.py"}
     assert scripts
     assert all(f'"{name}"' in tests and name in text for name in scripts)
@@ -67,20 +62,23 @@ def test_video(tmp_path: Path) -> None:
 
 
 def test_glm_image(tmp_path: Path) -> None:
-    folder, made, again = (tmp_path / name for name in ("model", "a.png", "b.png"))
+    folder, shown, made = (tmp_path / name for name in ("model", "a.png", "b.png"))
     make_glm_image(folder)
+    Image.fromarray(picture(1, 64, 64).numpy()).save(shown)
     size = ["--height", "64", "--width", "96", "--steps", "2", "--dtype", "float32"]
-    run("glm_image.py", folder, *size, "-o", made)
-    run("glm_image.py", folder, *size, "--image", made, "-o", again)
-    assert Image.open(made).size == Image.open(again).size == (96, 64)
+    run("glm_image.py", folder, *size, "--image", shown, "-o", made)
+    assert Image.open(made).size == (96, 64)
 
 
 def test_speech(tmp_path: Path) -> None:
     folder = make_csm(tmp_path / "model")
-    said = run("speak.py", folder, "--max-tokens", "10", "-o", tmp_path / "a.wav")
+    recorded = to_int16(tone(SAMPLE_RATE, 0.2))
+    (tmp_path / "voice.wav").write_bytes(wav_file(recorded, SAMPLE_RATE, {}))
+    ref = ["--ref-audio", tmp_path / "voice.wav", "--ref-text", "a star"]
+    said = run("speak.py", folder, *ref, "--max-tokens", "10", "-o", tmp_path / "a.wav")
     assert said.endswith("a.wav: 0.80 s\n")
     with av.open(tmp_path / "a.wav") as sound:
-        assert sound.streams.audio[0].rate == 24_000
+        assert sound.streams.audio[0].rate == SAMPLE_RATE
 
 
 def test_language_model(tmp_path: Path) -> None:

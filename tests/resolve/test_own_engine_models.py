@@ -61,6 +61,9 @@ def test_csm_streams_codes_to_its_codec(csm: Path) -> None:
     assert (edge.source, edge.trigger) == ("ar.codes", "window")
     assert pipeline.outputs["audio"].sample_rate == 16_000
     validate_request(pipeline, {"prompt": "a", "voice": "1"}, {"max_tokens": 10})
+    assert pipeline.inputs["ref_audio"].sample_rate == 16_000
+    with pytest.raises(InvalidRequest, match=r"input\.ref_text: required with ref_audio"):
+        validate_request(pipeline, {"prompt": "a", "ref_audio": b""}, {})
 
 
 @pytest.mark.parametrize(

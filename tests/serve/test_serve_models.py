@@ -17,7 +17,7 @@ import pytest
 import torch
 from diffusion_helpers import picture, whole
 from PIL import Image
-from served import make_model, served
+from served import make_model, run_example, served
 from tiny_families import make
 
 PROMPT = "a red circle above a blue square"
@@ -55,6 +55,10 @@ def test_a_flux_folder_answers_openais_images_routes_and_jobs(tmp_path: Path) ->
         edited = client.images.edit(
             model="tiny-flux", image=("a.png", file), prompt=PROMPT, extra_body={"strength": 0.5}
         )
+        files = [tmp_path / "a.png", tmp_path / "b.png"]
+        for more in (["--size", "48x32", "-o", files[0]], ["--image", *files[:1], "-o", files[1]]):
+            asked = [PROMPT, "--url", running.url, "--seed", "3", *more]
+            run_example("openai_images.py", *asked)
         assert running.stop() == []
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(drawn.data[0].b64_json or ""))))
     generator = torch.Generator().manual_seed(3)
@@ -62,7 +66,9 @@ def test_a_flux_folder_answers_openais_images_routes_and_jobs(tmp_path: Path) ->
         PROMPT, height=32, width=48, num_inference_steps=3, generator=generator, output_type="np"
     ).images[0]
     assert np.abs(pixels.astype(int) - (expected * 255).round().astype(int)).max() <= 1
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(again.content))), pixels)
+    for same in (io.BytesIO(again.content), files[0]):
+        assert np.array_equal(np.asarray(Image.open(same)), pixels)
+    assert Image.open(files[1]).size == (32, 32)
     assert refused.status_code == 422
     faults = {f["field"]: f["message"] for f in refused.json()["errors"]}
     assert faults == {

@@ -1,4 +1,4 @@
-"""`omniq serve FOLDER` of Qwen2.5-Omni: text and speech to the OpenAI client, as they are made."""
+"""`vllm serve FOLDER --omni` of Qwen2.5-Omni: text and speech to the OpenAI client."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ import openai
 import pytest
 import torch
 from clips import clip
+from omni_chat import most_apart, streamed
 from qwen_omni_reference import SEED, Reference, turn, wav
-from served import Served, served
+from served import Served, serve_omni, served
 from tiny_qwen_omni import SAMPLE_RATE, SAMPLES_A_CODE, make_qwen_omni, picture, sound
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -41,8 +42,7 @@ def system(
         pytest.importorskip("vllm")
         pytest.importorskip("torchvision")
     flags = ["--dtype", "float32", "--max-num-seqs", "4", "--max-model-len", "1024"]
-    flags += ["--engine", request.param]
-    command = [sys.executable, "-m", "omniq", "serve", str(folder), *flags]
+    command = serve_omni(folder, *flags, "--engine", request.param)
     with served(tmp_path_factory.mktemp("serve"), *command, timeout=240) as running:
         yield running
 
@@ -142,6 +142,25 @@ def test_sound_comes_before_the_text_has_ended(system: Served, client: openai.Op
     file = httpx.get(f"{system.url}/v1/jobs/{job.removeprefix('chatcmpl-')}/artifacts/audio")
     with wave.open(io.BytesIO(file.raise_for_status().content)) as whole:
         assert whole.readframes(whole.getnframes()) == data
+
+
+def test_streamed_answer_equals_generate(client: openai.OpenAI, folder: Path) -> None:
+    """Of an utterance of one window: the pieces together are transformers' text and sound."""
+    messages: Any = turn("a red circle above a blue square")
+    heard = streamed(
+        client, "Ethan", model=NAME, messages=messages, max_completion_tokens=TOKENS, seed=SEED,
+        extra_body={"talker": {"max_tokens": CODES}},
+    )  # fmt: skip
+    reference = Reference(folder)
+    tokens, codes, waveform = reference.answer(
+        reference.inputs(messages), TOKENS, CODES, speaker="Ethan"
+    )
+    assert len(heard.texts) > 1
+    assert heard.text == heard.audios[-1].transcript
+    # vLLM leaves out a character that the answer's end cuts.
+    assert heard.text.rstrip("\ufffd") == reference.text(tokens).rstrip("\ufffd")
+    assert len(heard.samples) == len(codes) * SAMPLES_A_CODE
+    assert most_apart(heard.samples, waveform) < 10
 
 
 def test_jobs_stream_text_and_sound(system: Served) -> None:

@@ -58,9 +58,9 @@ async def chat(request: Request, services: Live, body: ChatRequest) -> Response:
     )
     jobs = await running.submitted(services, [submission], stream=body.stream)
     if body.stream:
-        stream = JobStream(services, jobs[0], model, submission)
         spoken = SpokenJob(services, jobs[0], model, submission) if speaks else None
-        chunks = chat_chunks(stream, spoken, include_usage=body.include_usage)
+        stream = JobStream(services, jobs[0], model, submission, spoken)
+        chunks = chat_chunks(stream, include_usage=body.include_usage)
         return await streamed(request, services, jobs, chunks)
     records = await running.finished(request, services, jobs, [submission])
     if not records:

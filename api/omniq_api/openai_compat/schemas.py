@@ -196,6 +196,12 @@ class SpeechRequest(OpenAIRequest):
         BeforeValidator(_voice_name, json_schema_input_type=str | Voice),
     ] = Field(description="One of the pipeline's; without effect if it has one voice only.")
     instructions: Text | None = Field(None, description="Where the pipeline takes any.")
+    ref_audio: str | dict[str, str] | None = Field(
+        None,
+        description="A recording to speak like, where the pipeline takes one: a data: URL, or a "
+        "job's result file. With `ref_text`.",
+    )
+    ref_text: Text | None = Field(None, description="What is said in the recording.")
     response_format: Literal["mp3", "opus", "aac", "flac", "wav", "pcm"] = Field(
         "mp3", description="pcm: 16-bit little-endian samples, at the pipeline's rate."
     )

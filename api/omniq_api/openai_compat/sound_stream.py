@@ -84,10 +84,10 @@ class SpokenJob:
                 if event is None:
                     yield None
                 elif isinstance(event, JobEvent):
-                    if (piece := self._of_event(event)) is not None:
+                    if (piece := self.piece_of(event)) is not None:
                         yield piece
                 else:
-                    if (piece := await self._rest(event)) is not None:
+                    if (piece := await self.rest(event)) is not None:
                         yield piece
                     yield SoundEnded(event)
 
@@ -98,7 +98,12 @@ class SpokenJob:
 
         return comment_of(OutputContext.of_job(self.record.spec))
 
-    def _of_event(self, event: JobEvent) -> SoundPiece | None:
+    def piece_of(self, event: JobEvent) -> SoundPiece | None:
+        """What an event of the job adds to what the client has.
+
+        Raises:
+            OpenAIError: the job was run again and went differently.
+        """
         maker, _, output = self.model.pipeline.outputs[str(self.model.audio)].source.partition(".")
         if event.stage != maker:
             return None
@@ -130,8 +135,12 @@ class SpokenJob:
         self._sent += new
         return new
 
-    async def _rest(self, record: JobRecord) -> SoundPiece | None:
-        """What the file has beyond the chunks, which are a courtesy: the record is the truth."""
+    async def rest(self, record: JobRecord) -> SoundPiece | None:
+        """What the file has beyond the chunks, which are a courtesy: the record is the truth.
+
+        Raises:
+            OpenAIError: the job made no sound, or parts of it cannot be sent any more.
+        """
         if self.model.audio in record.missing:
             return None
         info = record.artifacts.get(str(self.model.audio))

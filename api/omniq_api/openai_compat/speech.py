@@ -25,6 +25,12 @@ router = APIRouter(prefix="/audio", route_class=OpenAIRoute)
 
 #: Formats that need nothing but samples.
 PLAIN = ("wav", "pcm")
+#: Fields that go to the pipeline's inputs of the same names, and what they are.
+OPTIONAL = {
+    "instructions": "instructions",
+    "ref_audio": "recording of a voice",
+    "ref_text": "recording of a voice",
+}
 
 
 @router.post(
@@ -65,16 +71,17 @@ def of_speech(body: SpeechRequest, model: ServedModel) -> Submission:
     inputs, names = {text: body.input}, {f"input.{text}": "input"}
     if "voice" in pipeline.inputs and text != "voice":
         inputs["voice"] = body.voice
-    if body.instructions is not None:
-        if pipeline.inputs.get("instructions") is None:
-            raise unable(model, "takes no instructions", "instructions")
-        inputs["instructions"] = body.instructions
+    for name, what in OPTIONAL.items():
+        if (value := getattr(body, name)) is not None:
+            if name not in pipeline.inputs:
+                raise unable(model, f"takes no {what}", name)
+            inputs[name] = value
     parameters: dict[str, Any] = body.more
     if body.speed is not None and "speed" in pipeline.takers:
         parameters["speed"] = body.speed
     elif body.speed not in (None, 1.0):
         raise unable(model, "speaks at speed 1 only", "speed")
-    for name in ("voice", "instructions"):
+    for name in ("voice", *OPTIONAL):
         names[f"input.{name}"] = name
     return submission_of(model, inputs, parameters, "input", user=body.user, names=names)
 

@@ -15,7 +15,7 @@ from omniq_api.openai_compat import answers, chat_audio
 from omniq_api.openai_compat.faults import SERVER, OpenAIError
 from omniq_api.openai_compat.following import followed
 from omniq_api.openai_compat.mapping import Submission
-from omniq_api.openai_compat.sound_stream import SoundEnded, SoundPiece, SpokenJob
+from omniq_api.openai_compat.sound_stream import SoundPiece, SpokenJob
 from omniq_api.services import Services
 
 #: Outputs of a stage that grow by text, and the field of a chat's delta each one is.
@@ -84,21 +84,25 @@ class Ended:
 
 @dataclass
 class JobStream:
-    """One job's pieces; ends with :class:`Ended`."""
+    """One job's pieces; ends with :class:`Ended`.
+
+    With ``spoken``, the same job's sound, the pieces of both come as they are made.
+    """
 
     services: Services
     record: JobRecord
     model: ServedModel
     submission: Submission
+    spoken: SpokenJob | None = None
     _texts: dict[tuple[int, str], _Text] = field(default_factory=dict)
     _tokens: dict[int, _Tokens] = field(default_factory=dict)
     _calls: dict[tuple[int, int], _Text] = field(default_factory=dict)
 
-    async def pieces(self) -> AsyncGenerator[Piece | Ended | None]:
+    async def pieces(self) -> AsyncGenerator[Piece | SoundPiece | Ended | None]:
         """New pieces as they come, None when nothing has come for a while, then the end.
 
         Raises:
-            OpenAIError: the job failed, or this server stops.
+            OpenAIError: the job failed or made no sound that was asked for, or this server stops.
             BrokerUnavailable: the broker went away.
         """
         async with aclosing(followed(self.services, self.record, self.submission)) as found:
@@ -108,9 +112,13 @@ class JobStream:
                 elif isinstance(event, JobEvent):
                     for piece in self._of_event(event):
                         yield piece
+                    if self.spoken and (sound := self.spoken.piece_of(event)):
+                        yield sound
                 else:
                     for piece in self._rest(event):
                         yield piece
+                    if self.spoken and (sound := await self.spoken.rest(event)):
+                        yield sound
                     yield Ended(event)
 
     def _of_event(self, event: JobEvent) -> list[Piece]:
@@ -181,12 +189,9 @@ class JobStream:
 
 
 async def chat_chunks(
-    stream: JobStream, spoken: SpokenJob | None = None, *, include_usage: bool
+    stream: JobStream, *, include_usage: bool
 ) -> AsyncGenerator[dict[str, Any] | None]:
-    """Chunks of a chat completion; None when nothing has come for a while.
-
-    With ``spoken`` the answer's sound comes between the pieces of its text, as both are made.
-    """
+    """Chunks of a chat completion; None when nothing has come for a while."""
     base = {
         "id": answers.chat_id(stream.record.id),
         "object": "chat.completion.chunk",
@@ -204,7 +209,7 @@ async def chat_chunks(
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         return {**base, "choices": [choice], **usage}
 
-    async with aclosing(_both(stream, spoken)) as pieces:
+    async with aclosing(stream.pieces()) as pieces:
         async for piece in pieces:
             if piece is None:
                 yield None
@@ -215,7 +220,7 @@ async def chat_chunks(
                 tokens = answers.chat_logprobs(list(piece.logprobs) or None, asked)
                 yield chunk(piece.index, delta, logprobs=tokens)
             else:
-                if spoken is not None and spoken.model.audio not in piece.record.missing:
+                if stream.spoken and stream.model.audio not in piece.record.missing:
                     (said, *_) = answers.choices_of(piece.record, stream.model)
                     last = {**chat_audio.head(piece.record), "transcript": said["text"]}
                     yield chunk(0, {"audio": last})
@@ -276,28 +281,6 @@ async def completion_chunks(
                     yield chunk(job, choice["index"], "", finish_reason=choice["finish_reason"])
     if include_usage:
         yield {**base, "choices": [], "usage": answers.usage_of(records, model)}
-
-
-async def _both(
-    stream: JobStream, spoken: SpokenJob | None
-) -> AsyncGenerator[Piece | SoundPiece | Ended | None]:
-    """Text and sound of one job in the order in which they come, then the end.
-
-    Raises:
-        OpenAIError: the job failed.
-    """
-    sources: list[AsyncGenerator[Any]] = [stream.pieces()]
-    if spoken is not None:
-        sources.append(spoken.pieces())
-    ended: Ended | None = None
-    async with aclosing(_side_by_side(sources)) as pieces:
-        async for _, piece in pieces:
-            if isinstance(piece, Ended):
-                ended = piece
-            elif not isinstance(piece, SoundEnded):
-                yield piece
-    assert ended is not None, "a stream's pieces end with it"
-    yield ended
 
 
 async def _side_by_side(

@@ -12,11 +12,12 @@ from omniq.engines.faults import engine_faults
 from omniq.engines.loading import check_engine_args, loading, part_folder, torch_dtype, whole_arg
 from omniq.engines.omni.vocoder import Utterance, VocoderEngine
 from omniq.engines.omni.weights import part_of
+from omniq.engines.omni.windows import growing
 
 #: Of ``chunked_decode`` in transformers, for what nobody streams.
 WHOLE_FRAMES, CONTEXT_FRAMES = 300, 25
-#: A window of what is streamed: two seconds.
-WINDOW_FRAMES = 25
+#: Windows of what is streamed: the first, and up to two seconds.
+FIRST_FRAMES, WINDOW_FRAMES = 5, 25
 SAMPLE_RATE = 24_000
 WARMUP_FRAMES = 2
 
@@ -28,12 +29,13 @@ class Code2WavEngine(VocoderEngine):
     [samples] in -1..1 at 24 kHz.
 
     A request that nobody streams is decoded as ``chunked_decode`` of transformers does it: 300
-    frames at once with the 25 before them. One that is streamed is decoded by windows of
-    ``window_frames`` with ``context_frames`` before them. The convolutions give a few samples less
-    than the frames are long; a window begins where the sound of the one before has ended, so that
-    a stream lacks them once, at its end.
+    frames at once with the 25 before them. One that is streamed is decoded by windows with
+    ``context_frames`` before them: the first of ``first_frames``, each twice as long as the one
+    before, up to ``window_frames``. The convolutions give a few samples less than the frames are
+    long; a window begins where the sound of the one before has ended, so that a stream lacks them
+    once, at its end.
 
-    Engine arguments: ``window_frames``, ``context_frames``.
+    Engine arguments: ``first_frames``, ``window_frames``, ``context_frames``.
     """
 
     name = "omni-code2wav"
@@ -53,13 +55,18 @@ class Code2WavEngine(VocoderEngine):
             Qwen3OmniMoeCode2Wav,
         )
 
-        defaults = {"window_frames": WINDOW_FRAMES, "context_frames": CONTEXT_FRAMES}
+        defaults = {
+            "first_frames": FIRST_FRAMES,
+            "window_frames": WINDOW_FRAMES,
+            "context_frames": CONTEXT_FRAMES,
+        }
         check_engine_args(self.stage, defaults)
         args = {
-            name: whole_arg(self.stage, name, value, least=int(name == "window_frames"))
+            name: whole_arg(self.stage, name, value, least=int(name != "context_frames"))
             for name, value in defaults.items()
         }
-        self.window, self.context = args["window_frames"], args["context_frames"]
+        self.first, self.window = args["first_frames"], args["window_frames"]
+        self.context = args["context_frames"]
         folder = part_folder(self.stage)
         with loading(self.stage, folder):
             config = Qwen3OmniMoeConfig.from_pretrained(folder).code2wav_config
@@ -122,16 +129,18 @@ class _Windows(Utterance):
         self._engine = engine
         self._begin = 0
         self._heard = 0
+        self._lengths = growing(engine.first, engine.window)
+        self._next = next(self._lengths)
 
     def sounds(self, *, ended: bool) -> Iterator[torch.Tensor]:
         """See :class:`Utterance`."""
         engine = self._engine
-        while (left := len(self.codes) - self._begin) >= engine.window or (ended and left):
+        while (left := len(self.codes) - self._begin) >= self._next or (ended and left):
             if self.cancel.is_set():
                 raise Cancelled("nobody wants this run's outcome")
             # The frame before is looked at in any case: its last samples are still to be heard.
             start = max(self._begin - max(engine.context, 1), 0)
-            self._begin += min(left, engine.window)
+            self._begin, self._next = self._begin + min(left, self._next), next(self._lengths)
             sound = engine.sound(self.codes[start : self._begin])
             new = sound[self._heard - start * engine.samples_a_frame :].clone()
             self._heard += len(new)

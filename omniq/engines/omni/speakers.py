@@ -24,6 +24,11 @@ class Speakers:
         self._voices = voices
         self.default = next((n for n in preferred if n in voices), next(iter(voices)))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As the model has them."""
+        return tuple(self._voices)
+
     @classmethod
     def of_qwen2_5(cls, folder: Path) -> Speakers:
         """Of ``spk_dict.pt``: ``bos_token``, ``cond`` [1, d], ``ref_mel`` [1, frames, mel].

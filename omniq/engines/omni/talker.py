@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pkgutil import resolve_name
@@ -29,9 +29,9 @@ from omniq.engines.omni import reply
 from omniq.engines.omni.families import family_of
 from omniq.engines.omni.reply import ReplyPart, ThinkerPrompt, parts_of
 from omniq.engines.omni.speakers import Speakers
-from omniq.engines.rows import Rows, hand_on, settle
+from omniq.engines.rows import hand_on
 from omniq.engines.sampling import Sampler, Sampling
-from omniq.errors import OmniqError
+from omniq.engines.stepping import Generation, Past, StepLoop
 
 ENGINE_ARGS = frozenset({"attn_implementation", "stream_tokens", "max_model_len"})
 #: Codes of a chunk.
@@ -114,8 +114,8 @@ class Talker(abc.ABC):
         """What the next pass gets, [rows, hidden]; and the frames that the newest codes begin."""
 
 
-@dataclass(eq=False, slots=True)
-class Speech:
+@dataclass(eq=False, slots=True, kw_only=True)
+class Speech(Generation):
     """One request in progress: a row of the batch."""
 
     budget: int
@@ -123,8 +123,6 @@ class Speech:
     speaker: str
     reply: TalkerReply
     emit: Emit
-    done: asyncio.Future[None]
-    deterministic: bool = False
     #: Parts of the answer that have come and are not rows yet, and whether it has ended.
     inbox: deque[ReplyPart] = field(default_factory=deque)
     ended: bool = False
@@ -138,20 +136,13 @@ class Speech:
     state: torch.Tensor | None = None
     frames: list[list[int]] = field(default_factory=list)
     finish_reason: str | None = None
-    unwanted: bool = False
-    news: asyncio.Event = field(default_factory=asyncio.Event)
     started: float = field(default_factory=time.perf_counter)
     first_code: float = 0.0
 
     @property
-    def has_news(self) -> bool:
-        """Whether a step may do anything for it."""
-        return bool(self.inbox) or self.has_row or (self.ended and not self.closed)
-
-    @property
-    def has_row(self) -> bool:
-        """Whether the answer's next row is there."""
-        return bool(self.rows)
+    def idle(self) -> bool:
+        """Whether all that has come is used up."""
+        return not (self.inbox or self.rows or (self.ended and not self.closed))
 
     def take(self) -> torch.Tensor:
         """The answer's next row, [1, hidden]."""
@@ -159,8 +150,8 @@ class Speech:
             return self.rows[0]
         return self.rows.popleft()
 
-    def receive(self) -> None:
-        """Make rows of what has come."""
+    def prepare(self) -> bool:
+        """Make rows of what has come; returns whether the next one is there."""
         ended = self.ended  # looked at first: what comes in between is not the end
         while self.inbox:
             part = self.inbox.popleft()
@@ -168,9 +159,14 @@ class Speech:
             self.rows.extend(self.reply.push(part).unsqueeze(1))
         if ended and not self.closed and not self.inbox:
             if not self.codes and not self.rows:
-                self.finish_reason = "stop"  # an answer without a word
+                self.finish("stop")  # an answer without a word
             self.rows.extend(self.reply.end().unsqueeze(1))
             self.closed = True
+        return bool(self.rows)
+
+    def finish(self, reason: str) -> None:
+        """It has said all."""
+        self.finish_reason, self.finished = reason, True
 
 
 class TalkerEngine(Engine):
@@ -197,11 +193,8 @@ class TalkerEngine(Engine):
         Raises:
             ConfigError: folder or engine arguments are wrong.
         """
-        self._waiting: list[Speech] = []
-        self._rows: Rows[Speech] = Rows()
-        self._steps: asyncio.Task[None] | None = None
-        self._wake = asyncio.Event()
         await self.in_thread(self._load)
+        self._loop: StepLoop[Speech] = StepLoop(self, self)
 
     def _load(self) -> None:
         args = check_engine_args(self.stage, self.arguments)
@@ -237,15 +230,12 @@ class TalkerEngine(Engine):
         """Speak until an end code or ``max_tokens``."""
         speech = self._speech(request.params, emit)
         reading = asyncio.create_task(self._read(speech, inputs))
-        self._waiting.append(speech)
-        if self._steps is None or self._steps.done():
-            self._steps = asyncio.create_task(self._step_on())
+        self._loop.start(speech)
         try:
             send = partial(self._send, speech)
             await hand_on(speech, lambda: len(speech.frames), self._every, send)
         finally:
-            speech.unwanted = True
-            self._wake.set()
+            self._loop.stop(speech)
             reading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reading
@@ -261,8 +251,7 @@ class TalkerEngine(Engine):
 
     async def unload(self) -> None:
         """Free the model."""
-        if self._steps is not None:
-            await asyncio.wait({self._steps})
+        await self._loop.close()
         await super().unload()
         del self._talker
 
@@ -279,7 +268,6 @@ class TalkerEngine(Engine):
             speaker=speaker,
             reply=self._talker.reply(),
             emit=emit,
-            done=asyncio.get_running_loop().create_future(),
             deterministic=deterministic,
         )
 
@@ -287,11 +275,11 @@ class TalkerEngine(Engine):
         try:
             async for part in parts_of(inputs, self._talker.thinker_size):
                 speech.inbox.append(part)
-                self._wake.set()
+                self._loop.wake()
             speech.ended = True
         except Exception as exc:  # raised where the request is waited for
-            settle(speech, exc)
-        self._wake.set()
+            speech.fault = speech.fault or exc
+        self._loop.wake()
 
     def _frames(self, speech: Speech, start: int, stop: int) -> torch.Tensor:
         frames = torch.tensor(speech.frames[start:stop], dtype=torch.int64)
@@ -303,113 +291,47 @@ class TalkerEngine(Engine):
         codes = self._frames(speech, start, stop)
         await speech.emit.achunk("codes", tensors={"codes": codes}, last=last)
 
-    # -- steps -------------------------------------------------------------------------------
+    # -- steps, on the model thread ------------------------------------------------------------
 
-    async def _step_on(self) -> None:
-        """Step while anything is in flight; a step that fails ends every request it was for."""
-        while self._waiting or self._rows:
-            self._wake.clear()
-            flying = [*self._waiting, *self._rows]
-            if not any(s.unwanted or s.has_news for s in flying):
-                await self._wake.wait()
-                continue
-            try:
-                ended = await self.in_thread(self._step)
-            except Exception as exc:  # each request raises it where it is waited for
-                for speech in self._rows:
-                    settle(speech, exc)
-                self._rows.clear()
-                continue
-            for speech, fault in ended:
-                settle(speech, fault)
-            for speech in self._rows:
-                speech.news.set()
-
-    @torch.no_grad()
-    def _step(self) -> list[tuple[Speech, Exception | None]]:
-        """One new request, then a code for all; returns who has ended, and how."""
-        ended: list[tuple[Speech, Exception | None]] = []
-        self._drop_ended()
-        for speech in [*self._waiting, *self._rows]:
-            try:
-                with engine_faults(f"stage {self.stage.stage_id!r}"):
-                    speech.receive()
-            except Exception as exc:  # this request's own; the others go on
-                speech.unwanted = True
-                ended.append((speech, exc))
-        for speech in list(self._waiting):
-            if speech.unwanted or speech.finish_reason is not None:
-                self._waiting.remove(speech)
-                ended.append((speech, None))
-            elif speech.has_row:
-                self._waiting.remove(speech)
-                try:
-                    self._prefill(speech)
-                except Exception as exc:  # this request's own; the others go on
-                    ended.append((speech, exc))
-                else:
-                    if speech.finish_reason is not None:
-                        ended.append((speech, None))
-                break
-        self._drop_ended()
-        with engine_faults(f"stage {self.stage.stage_id!r}"):
-            ended += self._decode()
-        return ended + [(s, None) for s in self._rows if s.finish_reason is not None]
-
-    def _drop_ended(self) -> None:
-        """Take rows out that have ended or that nobody wants any more."""
-        self._rows.keep(lambda s: s.finish_reason is None and not s.unwanted)
-
-    def _prefill(self, speech: Speech) -> None:
+    def prefill(self, generation: Speech) -> tuple[Any, int]:
         """The thinker's prompt and the first code."""
         from transformers import DynamicCache  # noqa: PLC0415 - slow import, done by load
 
+        speech = generation
         assert speech.prompt is not None, "it comes with the first row"
-        with engine_faults(f"stage {self.stage.stage_id!r}"):
-            prompt = self._talker.prompt(speech.prompt, speech.take(), speech.speaker)
-            length = len(prompt.embeds)
-            if length >= self._context:
-                refuse_input(
-                    reply.NAME,
-                    f"must have at most {self._context - 1} tokens for the talker, has {length}",
-                )
-            speech.budget = min(speech.budget, self._context - length)
-            speech.shift = prompt.positions.max().item() + 1 - length
-            cache = DynamicCache(config=self._talker.config)
-            states = self._forward(prompt.embeds[None], prompt.positions[:, None], cache)
-            self._take(speech, states[0], self._talker.logits(states)[0])
-            speech.first_code = time.perf_counter() - speech.started
-            if speech.finish_reason is not None:
-                return
-            self._rows.add([speech], cache, length, apart=speech.deterministic)
+        prompt = self._talker.prompt(speech.prompt, speech.take(), speech.speaker)
+        length = len(prompt.embeds)
+        if length >= self._context:
+            refuse_input(
+                reply.NAME,
+                f"must have at most {self._context - 1} tokens for the talker, has {length}",
+            )
+        speech.budget = min(speech.budget, self._context - length)
+        speech.shift = prompt.positions.max().item() + 1 - length
+        cache = DynamicCache(config=self._talker.config)
+        states = self._forward(prompt.embeds[None], prompt.positions[:, None], cache)
+        self._take(speech, states[0], self._talker.logits(states)[0])
+        speech.first_code = time.perf_counter() - speech.started
+        return cache, length
 
-    def _decode(self) -> list[tuple[Speech, Exception]]:
-        """One more code for each whose next row is there; returns who failed by itself."""
-        failed: list[tuple[Speech, Exception]] = []
-        for speech, cache in self._rows.apart.items():
-            if speech.has_row:
-                embeds = self._next([speech])
-                place = torch.tensor([cache.get_seq_length() + speech.shift])
-                self._pick(speech, self._forward(embeds[None], _along(place), cache), 0, failed)
-        batched, batch = self._rows.batched, self._rows.batch
-        ready = {i for i, s in enumerate(batched) if s.has_row}
-        if batch is None or not ready:
-            return failed
-        made = self._next([s for i, s in enumerate(batched) if i in ready])
-        # Who waits for its row gets nothing: what that gives is a hole in the cache.
-        embeds = made.new_zeros(len(batched), made.shape[1])
-        embeds[sorted(ready)] = made
-        places = [n + s.shift for n, s in zip(batch.lengths, batched, strict=True)]
-        states = self._forward(
-            embeds[:, None],
-            _along(torch.tensor(places)),
-            batch.cache,
-            attention_mask=batch.attention_mask(self.device),
-        )
-        batch.stepped(ready)
-        for i in sorted(ready):
-            self._pick(batched[i], states, i, failed)
-        return failed
+    def decode(self, generations: Sequence[Speech], past: Past) -> None:
+        """One more code for each whose next row is there."""
+        made = self._next([generations[i] for i in past.ready])
+        embeds = made
+        if len(past.ready) < len(generations):
+            embeds = made.new_zeros(len(generations), made.shape[1])
+            embeds[past.ready] = made
+        shifts = torch.tensor([[speech.shift] for speech in generations])
+        if past.positions is None:
+            places = shifts + past.cache.get_seq_length()
+        else:
+            places = shifts.to(self.device) + past.positions
+        more = {} if past.attention_mask is None else {"attention_mask": past.attention_mask}
+        # The same along time, height and width.
+        states = self._forward(embeds[:, None], places.expand(3, -1, -1), past.cache, **more)
+        logits = self._talker.logits(states)
+        for i in past.ready:
+            self._take(generations[i], states[i], logits[i])
 
     def _next(self, speeches: list[Speech]) -> torch.Tensor:
         """What the next pass gets of those whose rows are there: [rows, hidden]."""
@@ -438,33 +360,17 @@ class TalkerEngine(Engine):
         states: torch.Tensor = out.last_hidden_state[:, -1]
         return states
 
-    def _pick(
-        self,
-        speech: Speech,
-        states: torch.Tensor,
-        row: int,
-        failed: list[tuple[Speech, Exception]],
-    ) -> None:
-        try:
-            self._take(speech, states[row], self._talker.logits(states)[row])
-        except OmniqError as exc:
-            speech.unwanted = True
-            failed.append((speech, exc))
-
     def _take(self, speech: Speech, state: torch.Tensor, logits: torch.Tensor) -> None:
         """The next code of ``speech``."""
-        code = speech.sampler.pick(logits)
+        code = speech.pick(speech.sampler, logits)
+        if speech.fault is not None:
+            return
         if code in self._talker.ends:
-            speech.finish_reason = "stop"
+            speech.finish("stop")
             return
         speech.codes.append(code)
         speech.state = state
         if self._talker.groups == 1:
             speech.frames.append([code])
         if len(speech.codes) >= speech.budget:
-            speech.finish_reason = "length"
-
-
-def _along(places: torch.Tensor) -> torch.Tensor:
-    """Positions [rows] the same along time, height and width: [3, rows, 1]."""
-    return places[None, :, None].expand(3, -1, -1)
+            speech.finish("length")

@@ -25,6 +25,8 @@ NUM_STEPS, GUIDANCE_SCALE, SWAY_COEFFICIENT = 10, 0.5, -1.0
 #: Of Qwen's own streaming code: blocks of the DiT's attention in a window, before it and behind it,
 #: and frames of the vocoder's overlap.
 BLOCKS, BLOCKS_BEFORE, BLOCKS_BEHIND, OVERLAP = 3, 2, 1, 20
+#: Of the first window. A shorter one is heard sooner, but its sound ends long before the next.
+FIRST_BLOCKS = BLOCKS
 SAMPLE_RATE = 24_000
 WARMUP_CODES = 4
 
@@ -35,8 +37,8 @@ class Flow:
 
     cond: torch.Tensor
     """[1, d]."""
-    mel: torch.Tensor
-    """[1, frames, mel]: the voice's reference."""
+    voice: torch.Tensor
+    """[2, d]: the encoded reference of the voice, and that of none."""
     num_steps: int
     guidance_scale: float
     sway_coefficient: float
@@ -51,13 +53,14 @@ class Token2WavEngine(VocoderEngine):
 
     A request that nobody streams is decoded as a whole, as transformers does it. For one that is
     streamed, codes are decoded by windows while they come, as in the model's own streaming code:
-    ``window_blocks`` blocks of the DiT's attention (24 frames of 10 ms each) at once, with
-    ``past_blocks`` and ``future_blocks`` beside them; sound of the last ``overlap`` frames waits
-    for what follows. Every frame starts from the noise that it has in the whole run. Each step of
-    the solver looks a block further than the one before, so the windows are an approximation; an
-    utterance of one window is exact.
+    ``window_blocks`` blocks of the DiT's attention (24 frames of 10 ms each) at once, the first
+    time ``first_blocks``, with ``past_blocks`` and ``future_blocks`` beside them; sound of the last
+    ``overlap`` frames waits for what follows. Every frame starts from the noise that it has in the
+    whole run. Each step of the solver looks a block further than the one before, so the windows are
+    an approximation; an utterance of one window is exact.
 
-    Engine arguments: ``window_blocks``, ``past_blocks``, ``future_blocks``, ``overlap``.
+    Engine arguments: ``first_blocks``, ``window_blocks``, ``past_blocks``, ``future_blocks``,
+    ``overlap``.
     """
 
     name = "omni-token2wav"
@@ -78,14 +81,16 @@ class Token2WavEngine(VocoderEngine):
         )
 
         defaults = {
+            "first_blocks": FIRST_BLOCKS,
             "window_blocks": BLOCKS,
             "past_blocks": BLOCKS_BEFORE,
             "future_blocks": BLOCKS_BEHIND,
             "overlap": OVERLAP,
         }
         check_engine_args(self.stage, defaults)
+        least = {"first_blocks": 1, "window_blocks": 1}
         args = {
-            name: whole_arg(self.stage, name, value, least=int(name == "window_blocks"))
+            name: whole_arg(self.stage, name, value, least=least.get(name, 0))
             for name, value in defaults.items()
         }
         if self.stage.dtype not in ("auto", "float32"):
@@ -103,9 +108,11 @@ class Token2WavEngine(VocoderEngine):
         with engine_faults(f"loading {folder}"):
             model = model.to(self.device)
         self._dit: Any = model.code2wav_dit_model
+        self._timbres = self._take_voices()
         self._vocoder: Any = model.code2wav_bigvgan_model
         block = int(self._dit.block_size)
         self.sizes = Sizes(
+            first=args["first_blocks"] * block,
             chunk=args["window_blocks"] * block,
             past=args["past_blocks"] * block,
             future=args["future_blocks"] * block,
@@ -133,6 +140,21 @@ class Token2WavEngine(VocoderEngine):
 
     # -- on the model thread -----------------------------------------------------------------
 
+    @torch.no_grad()
+    def _take_voices(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """``cond`` and ``voice`` of :class:`Flow` for each speaker.
+
+        The model encodes its speaker's reference anew in each evaluation, 36 times a window; here
+        that is done once, and its encoder goes.
+        """
+        encoder = self._dit.input_embed.spk_encoder
+        self._dit.input_embed.spk_encoder = torch.nn.Identity()
+        timbres = {}
+        for name in self._speakers.names:
+            cond, mel = (value.to(self.device) for value in self._speakers.timbre(name))
+            timbres[name] = cond, encoder(torch.cat([mel, torch.zeros_like(mel)]))
+        return timbres
+
     def flow_of(self, params: Mapping[str, Any]) -> Flow:
         """A request's parameters, defaults filled in.
 
@@ -140,10 +162,10 @@ class Token2WavEngine(VocoderEngine):
             InvalidRequest: there is no such voice.
         """
         given = {k: v for k, v in params.items() if v is not None}
-        cond, mel = self._speakers.timbre(self._speakers.named(given.get("speaker")))
+        cond, voice = self._timbres[self._speakers.named(given.get("speaker"))]
         return Flow(
-            cond.to(self.device),
-            mel.to(self.device),
+            cond,
+            voice,
             int(given.get("num_steps", NUM_STEPS)),
             float(given.get("guidance_scale", GUIDANCE_SCALE)),
             float(given.get("sway_coefficient", SWAY_COEFFICIENT)),
@@ -233,7 +255,7 @@ def integrate(
     """``Qwen2_5OmniToken2WavDiTModel.sample`` from given noise: [rows, frames, mel].
 
     Args:
-        dit: the model.
+        dit: the model, without its encoder of voices.
         codes: int64 [rows, n].
         noise: [rows, frames, mel].
         flow: parameters.
@@ -243,20 +265,25 @@ def integrate(
         RungeKutta4ODESolver,
     )
 
-    cond = flow.cond[:, None].expand(len(codes), noise.shape[1], -1)
-    mel = flow.mel.expand(len(codes), -1, -1)
+    rows = len(codes)
     guided = flow.guidance_scale >= 1e-5
+    cond = flow.cond[:, None].expand(rows, noise.shape[1], -1)
+    voice = flow.voice[:1].expand(rows, -1)
+    if guided:  # behind each other: with the codes and the speaker, and without
+        codes = torch.cat([codes, torch.zeros_like(codes)])
+        cond = torch.cat([cond, torch.zeros_like(cond)])
+        voice = torch.cat([voice, flow.voice[1:].expand(rows, -1)])
 
     def velocity(at: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         if cancel.is_set():
             raise Cancelled("nobody wants this run's outcome")
         made: torch.Tensor = dit(
-            hidden_states=state,
+            hidden_states=torch.cat([state, state]) if guided else state,
             speaker_embedding=cond,
-            condition_vector=mel,
+            condition_vector=voice,
             quantized_code=codes,
             time_step=at,
-            apply_cfg=guided,
+            apply_cfg=False,
         )
         if not guided:
             return made

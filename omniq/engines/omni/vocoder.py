@@ -66,14 +66,18 @@ class VocoderEngine(Engine):
         first = busy = 0.0
 
         async def say(*, ended: bool) -> None:
-            nonlocal first, busy
+            nonlocal first
             sounds = utterance.sounds(ended=ended)
-            while True:
+
+            def compute() -> torch.Tensor | None:  # not how long it waits for others' windows
+                nonlocal busy
                 begun = time.perf_counter()
-                sound = await self.in_thread(next, sounds, None, cancel=utterance.cancel)
-                busy += time.perf_counter() - begun
-                if sound is None:
-                    return
+                try:
+                    return next(sounds, None)
+                finally:
+                    busy += time.perf_counter() - begun
+
+            while (sound := await self.in_thread(compute, cancel=utterance.cancel)) is not None:
                 first = first or time.perf_counter() - started
                 said.append(sound)
                 if request.stream:

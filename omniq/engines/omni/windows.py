@@ -11,6 +11,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 
+def growing(first: int, most: int) -> Iterator[int]:
+    """Lengths of windows: ``first``, twice as long each time, up to ``most``.
+
+    A short first one is heard soon; a listener has the next in time where a window takes half as
+    long to make as to hear. Lengths depend on nothing else, so that a run that is begun anew says
+    the same.
+    """
+    length = min(first, most)
+    while True:
+        yield length
+        length = min(2 * length, most)
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """Frames ``start`` to ``stop`` go in; of what comes out, ``begin`` to ``end`` are new."""
@@ -29,6 +42,10 @@ class Sizes:
     past: int
     future: int
     overlap: int
+    first: int | None = None
+    """New frames of the first window, from which they grow to ``chunk``; None: there is no other
+    length.
+    """
 
 
 class Windows:
@@ -37,6 +54,8 @@ class Windows:
     def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
         self._begin = 0
+        self._lengths = growing(sizes.first or sizes.chunk, sizes.chunk)
+        self._next = next(self._lengths)
 
     def ready(self, known: int, *, ended: bool) -> Iterator[Window]:
         """Windows that can be computed now.
@@ -46,10 +65,10 @@ class Windows:
             ended: none will follow: the last window holds all that is left.
         """
         sizes = self._sizes
-        while known >= self._begin + sizes.chunk + sizes.future:
-            end = self._begin + sizes.chunk
+        while known >= self._begin + self._next + sizes.future:
+            end = self._begin + self._next
             yield Window(max(self._begin - sizes.past, 0), end + sizes.future, self._begin, end)
-            self._begin = end
+            self._begin, self._next = end, next(self._lengths)
         if ended and known > self._begin:
             yield Window(max(self._begin - sizes.past, 0), known, self._begin, known)
             self._begin = known
