@@ -310,8 +310,7 @@ class AsyncOmniLLM:
                 job, however often it is sent.
             webhook: is told of the job's end by the processes of the API.
             patient: wait for room as long as the system has none.
-            outputs, allow_partial: as of :meth:`generate`.
-            outputs, formats: as of :meth:`generate`.
+            outputs, allow_partial, formats: as of :meth:`generate`.
             part: which of how many requests with that key this one is, counted from 0.
 
         Raises:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 
 import httpx
 
-from omniq.errors import BrokerUnavailable, InvalidRequest, JobNotFound
+from omniq.errors import BrokerUnavailable, InvalidRequest, JobNotFound, JobUnreadable
 from omniq.guarded_http import exchange
 from omniq.jobs.model import JobRecord
 from omniq.jobs.store import JobStore
@@ -93,18 +93,19 @@ class Deliverer:
 
     async def _send(self, due: Due) -> str | None:
         """Why it was not delivered; None: it was, or never can be."""
-        try:
-            record = await self._store.get(due.job)
-        except JobNotFound:
-            return None
         settings = get_settings()
         try:
+            record = await self._store.get(due.job)
             async with asyncio.timeout(settings.webhook_timeout):
                 return await _post(record, due.hook)
         except TimeoutError:
             return f"no answer within {settings.webhook_timeout:g} s"
-        except InvalidRequest as exc:
+        except JobNotFound:
+            return None
+        except (InvalidRequest, JobUnreadable) as exc:  # the next one may read what this cannot
             return exc.message
+        except BrokerUnavailable:
+            raise
         except httpx.HTTPError as exc:
             return f"{type(exc).__name__}: {exc}"
         except Exception:  # one message must not end the others, and is tried again like any

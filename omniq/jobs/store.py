@@ -123,7 +123,9 @@ class JobStore:
             IdempotencyConflict: the key was used for something else.
         """
         admission = admission or Admission.of_spec(spec)
-        channel = await self._watching.expect(spec.id, spec.deadline) if awaited else ""
+        channel = ""
+        if awaited:
+            channel = await self._watching.expect(spec.id, await self._left(spec.deadline))
         answer: Any = None
         try:
             answer = await self._run(
@@ -205,9 +207,12 @@ class JobStore:
             return await self.get(job_id)
         return record
 
+    async def _left(self, deadline: float | None) -> float:
+        """Seconds until a deadline, by the clock that decides; None is one that never comes."""
+        return math.inf if deadline is None else deadline - await self.clock.now()
+
     async def _is_late(self, record: JobRecord) -> bool:
-        deadline = record.spec.deadline
-        return deadline is not None and await self.clock.now() > deadline
+        return await self._left(record.spec.deadline) < 0
 
     def _own(self, record: JobRecord) -> JobRecord:
         """The record, unless it is another tenant's."""
@@ -545,7 +550,7 @@ class JobStore:
         if found == 0:
             raise await self._absent(job_id)
         if isinstance(found, bytes):
-            return float(found or "inf")
+            return await self._left(float(found) if found else None)
         return dict(zip(found[::2], found[1::2], strict=True))
 
     def stop_watching(self) -> None:

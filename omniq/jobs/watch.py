@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -54,7 +53,7 @@ POLL = 0.25
 
 Look = Callable[[str, str], Awaitable[Fields | float]]
 """Called with a job's id and a channel, or '': the job's hash if it has ended, else the channel is
-noted and the answer is when to look again (its deadline, or infinity). Raises
+noted and the answer is in how many seconds to look again (at its deadline; or infinity). Raises
 :class:`~omniq.errors.JobNotFound` and :class:`~omniq.errors.BrokerUnavailable`.
 """
 
@@ -137,9 +136,10 @@ class Watching:
         finally:
             self._leave(feed, watch)
 
-    async def expect(self, job_id: str, deadline: float | None) -> str:
+    async def expect(self, job_id: str, left: float) -> str:
         """Be ready for the end of a job that is recorded next, for which :meth:`ended` will wait.
 
+        ``left``: seconds until its deadline, or infinity.
         Returns the channel to be noted; '' if the server lets nobody listen.
 
         Raises:
@@ -158,9 +158,9 @@ class Watching:
             self._leave_end(job_id, watch)
             return ""
         watch.restart()
-        if deadline is not None:
-            watch.due = deadline
-        timer = asyncio.get_running_loop().call_later(EXPECTED, self.forget, job_id)
+        loop = asyncio.get_running_loop()
+        watch.due = loop.time() + left
+        timer = loop.call_later(EXPECTED, self.forget, job_id)
         self._expected[job_id] = watch, timer
         return self._channel
 
@@ -211,11 +211,11 @@ class Watching:
                     if not isinstance(found, float):
                         return found
                     # Past it the worker that runs the job sees to its end.
-                    watch.due = max(found, time.time() + POLL)
+                    watch.due = loop.time() + max(found, POLL)
                 noted = False
                 if (left := end - loop.time()) <= 0:
                     return None
-                due = max(0.0, watch.due - time.time())
+                due = max(0.0, watch.due - loop.time())
                 await watch.news(min(POLL if self._deaf else SILENCE, left, due))
                 self._check(watch)
             return None

@@ -59,7 +59,7 @@ class Watch:
         self.record: Fields | None = None
         """The job's hash, once it has ended."""
         self.due = float("inf")
-        """Wall clock time of the job's deadline, at which somebody has to look."""
+        """When the job's deadline passes and somebody has to look, by the loop's clock."""
         self.heard = 0.0
         """When it last got something, where it has to look by itself."""
         self._buffer: deque[Entry] = deque()

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from omniq_api import webhooks
 from redis import Redis
 
 from omniq import keys
-from omniq.errors import InvalidRequest
+from omniq.errors import InvalidRequest, JobUnreadable
 from omniq.jobs.store import JobStore
 from omniq.jobs.webhooks import Due, Schedule, Webhook, signed
 from omniq.settings import get_settings
@@ -269,6 +270,30 @@ async def test_a_hook_that_cannot_be_read_holds_up_no_other(
         return not await store.redis.exists(keys.webhooks())
 
     await eventually(settled)
+
+
+async def test_a_job_that_cannot_be_read_holds_up_no_other_and_is_given_up(
+    receiver: Receiver,
+    client: httpx.AsyncClient,
+    store: JobStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of another version of omniq, for as long as none of that takes the message."""
+    monkeypatch.setattr(webhooks, "PAUSES", (0.01,))
+    body = {**BODY, "webhook": {"url": receiver.url}}
+    for odd in (True, False):
+        job_id = (await client.post("/v1/jobs", json=body)).json()["id"]
+        if odd:
+            await store.redis.hset(keys.job(job_id), "spec", b'{"future":1}')
+        with pytest.raises(JobUnreadable) if odd else nullcontext():
+            await store.cancel(job_id)
+    await got(receiver, 1)
+    assert json.loads(receiver.got[0][1])["data"]["id"] == job_id
+
+    async def settled() -> bool:
+        return not await store.redis.exists(keys.webhooks())
+
+    await eventually(settled, 15)
 
 
 def test_signatures_are_those_of_the_specification() -> None:

@@ -327,6 +327,35 @@ async def test_a_retry_of_the_dead_letter_makes_a_part_whole(small: None, store:
     assert not await letters.list()
 
 
+async def test_a_retry_that_fails_earlier_costs_nothing_of_what_was_made(
+    small: None, store: JobStore
+) -> None:
+    """Its text has been made, and is to be made again for what the failed stage reads."""
+    spec = JobSpec(
+        id=new_job_id(time.time()),
+        pipeline="small",
+        inputs={"prompt": "x"},
+        parameters={},
+        stages=["ar", "dit", "decode"],
+        partial={"text": "ar", "image": "decode"},
+        created=time.time(),
+    )
+    job = await store.create(spec, {"ar": [], "dit": ["ar"], "decode": ["dit"]})
+    await run(store, job, "ar", values={"text": "hi"},
+              outputs={"o": {"blob": blob(job, "ar").to_fields()}})  # fmt: skip
+    await fail(store, job, "dit", "Traceback")
+    letters = DeadLetters(store)
+    for _ in range(2):
+        await letters.retry(job.id)
+        await fail(store, job, "ar", "Traceback")
+        record = await store.get(job.id)
+        assert record.state is JobState.SUCCEEDED and record.partial
+        assert record.values == {"text": "hi"}
+        assert {n: w.stage for n, w in record.missing.items()} == {"image": "ar"}
+        assert (await last_event(store, job)).data["missing"].keys() == {"image"}
+        assert [letter.stage for letter in await letters.list()] == ["ar"]
+
+
 async def test_a_job_that_wants_only_some_outputs_can_be_retried(
     small: None, store: JobStore
 ) -> None:

@@ -447,3 +447,20 @@ async def test_a_job_that_nobody_serves_expires_for_who_waits(
     record = await store.wait(job.id, 10)
     assert record.state is JobState.EXPIRED
     assert time.time() >= now + 0.2
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+async def test_a_host_whose_clock_is_behind_waits_no_longer(
+    store: JobStore, awaited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody serves the job, so who waits has to look; at its deadline, not after a silence."""
+    now = await store.clock.now()
+    spec = JobSpec(
+        id=new_job_id(now), pipeline="p", inputs={}, parameters={}, stages=["a"], created=now,
+        deadline=now + 0.5,
+    )  # fmt: skip
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() - 3600)
+    job = await store.create(spec, {"a": []}, awaited=awaited)
+    record = await asyncio.wait_for(store.wait(job.id), watch.SILENCE / 2)
+    assert record.state is JobState.EXPIRED

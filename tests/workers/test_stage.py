@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 from support import blobs_in, wait_until
 
+from omniq.celery import queue_keys
 from omniq.jobs.model import JobRecord, JobState, StageState, Verdict
 from omniq.jobs.store import JobStore
 from omniq.jobs.workers import WorkerRegistry, WorkerState
 from omniq.submit import submit
 
+HERE = Path(__file__).parent
 Notes = Callable[..., list[str]]
 
 
@@ -225,6 +230,50 @@ async def test_poison_fails_after_its_deliveries(
     for j in beside:
         assert (await ended(store, j)).state is JobState.SUCCEEDED
         assert len(notes(f"run a {j.id}")) in {1, 2}, "beside it at most once, and alone"
+
+
+async def test_a_suspect_that_runs_alone_costs_no_other_its_deadline(
+    stages: Any, store: JobStore, notes: Notes, tmp_path: Path
+) -> None:
+    stages.define("a>b")
+    suspect = await start_job(store, "a:until=released")
+    for count in (1, 2):
+        stages.start("a")
+        await noted(notes, f"run a {suspect.id}", count)
+        if count == 1:
+            stages.workers["a"].kill()
+    late = await start_job(store, timeout=1)
+    assert (await ended(store, late)).state is JobState.EXPIRED
+    assert notes(f"run a {late.id}") == []
+    with (tmp_path / "notes").open("a") as file:
+        file.write("0 0 released\n")
+    stages.start("b")
+    assert (await ended(store, suspect)).state is JobState.SUCCEEDED
+
+
+@pytest.mark.slow
+async def test_a_time_limit_ends_a_suspect_that_waits_to_be_alone(
+    stages: Any, store: JobStore, notes: Notes, redis_client: redis.Redis
+) -> None:
+    """Celery drops its message then: with no end on record nobody would hear of the job again."""
+    stages.define("a>b")
+    suspect = await start_job(store, "a:until=released")
+    (name,) = [k for k in queue_keys("omniq.p.a") if redis_client.llen(k)]
+    message = json.loads(redis_client.lpop(name))  # type: ignore[arg-type]
+    message["headers"]["timelimit"] = [None, 12]
+    redis_client.lpush(name, json.dumps(message))
+    stages.start("a")
+    await noted(notes, f"run a {suspect.id}")
+    second = stages.spawn("second", [sys.executable, str(HERE / "run_stage.py"), "a"])
+    second.wait_for("stage_ready")
+    stages.workers["a"].kill()
+    other = await start_job(store, "a:until=released")
+    await noted(notes, f"run a {other.id}")
+    record = await ended(store, suspect)
+    assert record.state is JobState.FAILED and record.error is not None
+    assert record.error["code"] == "stage_timeout"
+    assert (await store.get(other.id)).state is JobState.RUNNING
+    assert record.stages["a"].attempts == 2 and len(notes(f"run a {suspect.id}")) == 1
 
 
 async def test_a_dead_engine_ends_its_worker_and_no_job(

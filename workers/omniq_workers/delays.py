@@ -18,25 +18,28 @@ from omniq.tasks import DELAY
 
 
 def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[..., Any]:
-    """Celery's default strategy, behind :func:`shorten`."""
+    """Celery's default strategy, behind :func:`shortened`."""
     handle = default(task, app, consumer, **options)
 
     def handle_soon(message: Any, *args: Any, **kwargs: Any) -> Any:
-        shorten(message.headers)
+        message.headers = shortened(message.headers)
         return handle(message, *args, **kwargs)
 
     return handle_soon
 
 
-def shorten(headers: dict[str, Any]) -> None:
-    """Let a message's time come after its delay, if that is sooner."""
+def shortened(headers: dict[str, Any]) -> dict[str, Any]:
+    """A message's headers with its time no later than its delay from now.
+
+    Those that are given stay as they are: a message that is delivered again has to be what was
+    signed.
+    """
     eta, delay = headers.get("eta"), headers.get(DELAY)
     if not isinstance(eta, str) or not isinstance(delay, int | float):
-        return
+        return headers
     latest = datetime.now(UTC) + timedelta(seconds=delay)
     try:
         late = datetime.fromisoformat(eta) > latest
     except (TypeError, ValueError):
-        return  # not ours: Celery says what is wrong with it
-    if late:
-        headers["eta"] = latest.isoformat()
+        return headers  # not ours: Celery says what is wrong with it
+    return {**headers, "eta": latest.isoformat()} if late else headers

@@ -184,7 +184,16 @@ class StageRunner:
             return await self._settle(Run(job_id, stage, grant, flight), alone=False)
         # Not begun while it waits for its turn: the end of another run is none of this one.
         await self.give_back(job_id, stage, grant)
-        await self._isolation.enter(alone=True)
+        try:
+            await self._isolation.enter(alone=True)
+        except asyncio.CancelledError:
+            if flight.stopped is Stop.RETURN:
+                raise
+            # Celery has settled its message: recorded as if it had been stopped while it ran.
+            grant = await self._begin(job_id, flight)
+            if grant.verdict is Verdict.RUN:
+                await self._cancelled(Run(job_id, stage, grant, flight))
+            raise
         try:
             grant = await self._begin(job_id, flight)
             return await self._settle(Run(job_id, stage, grant, flight), alone=True)
@@ -224,7 +233,7 @@ class StageRunner:
         entered = False
         try:
             if not alone:
-                await self._isolation.enter(alone=False)
+                await self._wait_for_turn(run)
                 entered = True
             return await self._run(run)
         except asyncio.CancelledError:
@@ -238,6 +247,26 @@ class StageRunner:
             self._runs.discard(run)
             if entered:
                 self._isolation.leave()
+
+    async def _wait_for_turn(self, run: Run) -> None:
+        """Wait until nothing that has to be alone runs.
+
+        Raises:
+            DeadlineExceeded: that takes longer than the job may.
+        """
+        try:
+            async with asyncio.timeout(await self._seconds_left(run)):
+                await self._isolation.enter(alone=False)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the job's deadline passed while stage {run.stage!r} waited for a run that has to "
+                "be by itself"
+            ) from None
+
+    async def _seconds_left(self, run: Run) -> float | None:
+        """Until the job's deadline; None: it has none."""
+        deadline = run.spec.deadline
+        return None if deadline is None else deadline - await self._store.clock.now()
 
     async def give_back(self, job_id: str, stage: str, grant: StageGrant) -> None:
         """A run that has begun is not to start now: leave it to the next who begins it."""
@@ -281,8 +310,7 @@ class StageRunner:
         self, run: Run, inputs: Mapping[str, StageInput], windows: RunWindows, emit: JobEmit
     ) -> StageOutput:
         limit = self._stage.time_limit
-        deadline = run.spec.deadline
-        left = None if deadline is None else deadline - await self._store.clock.now()
+        left = await self._seconds_left(run)
         request = StageRequest(
             request_id=f"{run.job_id}.{run.stage}.{run.grant.fence}",
             params=run.spec.parameters.get(run.stage, {}),

@@ -1,6 +1,6 @@
 -- Shared as well: jobs whose client takes some outputs without the others. Field "partial" of such a
 -- job says which stage makes each of its outputs; "m:<output>", of those that are given up, which stage
--- failed, and why.
+-- failed, and why; "made", of a dead letter that is tried again, which outputs it has had since before.
 
 -- Whether nothing more will come of a stage in this state.
 local OVER = {succeeded = true, failed = true, cancelled = true}
@@ -36,18 +36,22 @@ local function free_unread(made_by)
 end
 
 -- Go on without the outputs that need a stage which is `lost` (a function of a stage): the stages that
--- nothing else needs are cancelled, and the job ends if all others have succeeded. False if no output
--- would be left, the client takes all or nothing, or it wants none any more. err: JSON object.
+-- nothing else needs are cancelled, and the job ends if all others have succeeded. An output of an earlier
+-- try stays, whatever becomes of this one. False if no output would be left, the client takes all or
+-- nothing, or it wants none any more. err: JSON object.
 local function go_on_without(lost, err)
   local outputs = get('partial')
   if not outputs or get('state') == 'cancelling' then return false end
   outputs = cjson.decode(outputs)
+  local made, kept = cjson.decode(get('made') or '{}'), false
   local given_up, needed = {}, {}
   for output, maker in pairs(outputs) do
     if not get('m:' .. output) then
       local needs, culprit = with_needed(maker, {}), nil
       for _, s in ipairs(stages()) do culprit = culprit or needs[s] and lost(s) and s end
-      if culprit then
+      if culprit and made[output] then
+        kept = true
+      elseif culprit then
         given_up[#given_up + 1] = 'm:' .. output
         given_up[#given_up + 1] = '{"stage":' .. cjson.encode(culprit) .. ',"error":' .. err .. '}'
       else
@@ -55,7 +59,7 @@ local function go_on_without(lost, err)
       end
     end
   end
-  if not next(needed) then return false end
+  if not next(needed) and not kept then return false end
   if #given_up > 0 then set(unpack(given_up)) end
   local rest = false
   for _, s in ipairs(stages()) do

@@ -4,7 +4,12 @@ if not get('dead') then return 0 end
 unless_full()
 redis.call('ZREM', DEAD, job_id())
 local old = {'dead', 'died', 'error', 'deadline', 'started', 'finished'}
-for output in pairs(cjson.decode(get('partial') or '{}')) do old[#old + 1] = 'm:' .. output end
+local partial, made = cjson.decode(get('partial') or '{}'), {}
+for output in pairs(partial) do
+  if get('state') == 'succeeded' and not get('m:' .. output) then made[output] = true end
+  old[#old + 1] = 'm:' .. output
+end
+if next(made) then set('made', cjson.encode(made)) end
 redis.call('HDEL', JOB, unpack(old))
 for _, field in ipairs(old) do FIELDS[field] = false end
 -- What it has made stays until it is made anew, and is freed then.
