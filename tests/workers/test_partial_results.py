@@ -103,7 +103,7 @@ async def test_a_stage_that_nobody_runs_costs_its_outputs_at_the_deadline(
     """The stage before writes more than its reader may be behind, and waits for nobody."""
     define(stages, "a>b", outputs={"text": "a", "sound": "b"})
     stages.start("a")
-    job = await start_job(store, f"a:chunks={5 * LIMIT} a:tensors", timeout=5)
+    job = await start_job(store, f"a:chunks={5 * LIMIT} a:tensors", timeout=12)
     await noted(notes, f"done a {job.id}")
     record = await ended(store, job)
     assert record.partial and record.values == {"text": words(5 * LIMIT)}
