@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,21 @@ def conversation(inputs: Mapping[str, StageInput], videos: VideoReader) -> Conve
     return Conversation(given[0], [*plain, last], inside, fps, videos.with_sound)
 
 
+async def read_conversation(
+    inputs: Mapping[str, StageInput], videos: VideoReader
+) -> Conversation | None:
+    """:func:`conversation` on a thread of its own; if it is cancelled, the videos are given up, and
+    it waits until the thread has stopped.
+    """
+    reading = asyncio.ensure_future(asyncio.to_thread(conversation, inputs, videos))
+    try:
+        return await asyncio.shield(reading)
+    except asyncio.CancelledError:
+        videos.stop()
+        await asyncio.gather(reading, return_exceptions=True)
+        raise
+
+
 def _files(inputs: Mapping[str, StageInput]) -> list[bytes]:
     """Videos that are files still: uint8 [bytes] each."""
     tensors = inputs[VIDEO].tensors if VIDEO in inputs else {}
@@ -171,7 +187,7 @@ class MediaPrompts:
             arguments["audio"] = [resampled(samples, rate, self._rate) for samples, rate in sounds]
         try:
             if videos := [frames for frames, _ in said.media.get("video", ())]:
-                self._check_room(videos, said.field, context)
+                check_room(self._processor, videos, said.field, context)
                 arguments["videos"] = videos
                 arguments["videos_kwargs"] = {
                     "fps": said.fps,
@@ -184,23 +200,34 @@ class MediaPrompts:
             raise media.bad(said.field, f"the model's processor refuses the media: {exc}") from exc
         return {**made, SOUND_IN_VIDEO: True} if videos and said.with_sound else made
 
-    def _check_room(self, videos: list[np.ndarray], field: str, context: int) -> None:
-        """Before frames become floats of the size that the model sees, which small ones exceed."""
-        reader = self._videos
-        # What the processor hands to its video part, whatever that is configured to.
-        defaults = self._processor.valid_processor_kwargs._defaults["videos_kwargs"]
-        sizes = defaults.get("size") or reader.size
-        tokens = 0
-        for frames in videos:
-            count, height, width = frames.shape[:3]
-            patches = reader.get_num_of_video_patches(count, height, width, {"size": sizes})
-            tokens += int(patches) // reader.merge_size**2
-        if tokens >= context:
-            raise media.bad(
-                field,
-                f"its videos alone are {tokens} tokens, and the model takes {context} in all; take "
-                f"fewer frames of them (parameter {PARAMETER}: fps, max_frames)",
-            )
+
+def check_room(processor: Any, videos: list[np.ndarray], field: str, context: int) -> None:
+    """Before frames become floats of the size that the model sees, which small ones exceed.
+
+    Args:
+        processor: the model's.
+        videos: uint8 [frames, H, W, 3] each.
+        field: the input they come from.
+        context: tokens that the model takes.
+
+    Raises:
+        InvalidRequest: they alone are as many tokens or more.
+    """
+    reader = processor.video_processor
+    # What the processor hands to its video part, whatever that is configured to.
+    defaults = processor.valid_processor_kwargs._defaults["videos_kwargs"]
+    sizes = defaults.get("size") or reader.size
+    tokens = 0
+    for frames in videos:
+        count, height, width = frames.shape[:3]
+        patches = reader.get_num_of_video_patches(count, height, width, {"size": sizes})
+        tokens += int(patches) // reader.merge_size**2
+    if tokens >= context:
+        raise media.bad(
+            field,
+            f"its videos alone are {tokens} tokens, and the model takes {context} in all; take "
+            f"fewer frames of them (parameter {PARAMETER}: fps, max_frames)",
+        )
 
 
 def resampled(samples: np.ndarray, rate: float, wanted: int) -> np.ndarray:
