@@ -283,6 +283,7 @@ FAULTS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         {"max_frames": 40, "fps": 8.0},
         r"videos alone are \d+ tokens, and the model takes 1024 in all; take fewer frames .*fps",
     ),
+    "too short a sound": ([sound(1, 0.02)], {}, "a sound must last at least 25 ms"),
     "too narrow": ([clip(9, frames=4, size=(4096, 16))], {}, "aspect ratio"),
 }
 

@@ -120,6 +120,31 @@ async def test_frames_between_whole_places(thinkers: list[Any]) -> None:
             await replies(thinkers[1:], inputs, options)
 
 
+def heard(samples: int, rate: int) -> dict[str, StageInput]:
+    """A second of it has whole hops of the spectrogram; vLLM pads others for Qwen3-Omni."""
+    wave = sine(samples, rate)
+    facts = [{"sample_rate": rate}]
+    return {"prompt": StageInput(WORDS), "audio": StageInput(facts, {"0000": wave})}
+
+
+def sine(samples: int, rate: int) -> torch.Tensor:
+    return torch.sin(torch.arange(samples) * (2 * torch.pi * 220 / rate))
+
+
+@pytest.mark.parametrize("rate", [8_000, 24_000, 44_100, 48_000])
+async def test_sounds_of_other_rates(thinkers: list[Any], rate: int) -> None:
+    theirs, ours = await replies(thinkers, heard(rate, rate), {})
+    assert torch.equal(ours["prompt_token_ids"], theirs["prompt_token_ids"])
+    assert torch.equal(ours["token_ids"], theirs["token_ids"])
+
+
+@pytest.mark.parametrize(("samples", "rate"), [(1, 16_000), (399, 16_000), (20, 48_000)])
+async def test_sounds_too_short_to_be_heard(thinkers: list[Any], samples: int, rate: int) -> None:
+    for engine in thinkers:
+        with pytest.raises(InvalidRequest, match="a sound must last at least 25 ms"):
+            await replies([engine], heard(samples, rate), {})
+
+
 async def test_what_is_refused(thinkers: list[Any]) -> None:
     """With the same words on both, but for what vLLM's lacks."""
     none = StageInput([{"fps": 2.0}], {"0000": torch.zeros(0, 56, 56, 3, dtype=torch.uint8)})

@@ -143,7 +143,6 @@ class MediaPrompts:
     def __init__(self, folder: Path, encoder: PromptEncoder, processor: str) -> None:
         self._encoder = encoder
         self._processor, self._videos = _load(folder, encoder.tokenizer, processor)
-        self._rate = int(self._processor.feature_extractor.sampling_rate)
 
     def videos(self, params: Mapping[str, Any]) -> VideoReader:
         """What reads the videos of a request with such parameters."""
@@ -184,7 +183,7 @@ class MediaPrompts:
         if pictures := said.media.get("image"):
             arguments["images"] = pictures
         if sounds := said.media.get("audio"):
-            arguments["audio"] = [resampled(samples, rate, self._rate) for samples, rate in sounds]
+            arguments["audio"] = heard(self._processor, sounds, said.field)
         try:
             if videos := [frames for frames, _ in said.media.get("video", ())]:
                 check_room(self._processor, videos, said.field, context)
@@ -230,6 +229,26 @@ def check_room(processor: Any, videos: list[np.ndarray], field: str, context: in
         )
 
 
+def heard(processor: Any, sounds: Sequence[media.Sound], field: str) -> list[np.ndarray]:
+    """Sounds as the model's ears have them: float32 [samples] each, at their rate.
+
+    Args:
+        processor: the model's.
+        sounds: of any rate.
+        field: the input they come from.
+
+    Raises:
+        InvalidRequest: one is shorter than a window of the spectrogram, of which some models make
+            nothing and others fail; or as :func:`resampled`.
+    """
+    ears = processor.feature_extractor
+    rate, least = int(ears.sampling_rate), int(ears.n_fft)
+    made = [resampled(samples, given, rate) for samples, given in sounds]
+    if any(len(samples) < least for samples in made):
+        raise media.bad(field, f"a sound must last at least {1000 * least / rate:g} ms")
+    return made
+
+
 def resampled(samples: np.ndarray, rate: float, wanted: int) -> np.ndarray:
     """float32 [samples] at ``wanted`` hertz.
 
@@ -249,7 +268,8 @@ def resampled(samples: np.ndarray, rate: float, wanted: int) -> np.ndarray:
     frame.sample_rate = int(rate)
     resampler = av.AudioResampler(format="flt", layout="mono", rate=wanted)
     frames = [*resampler.resample(frame), *resampler.resample(None)]
-    return np.concatenate([f.to_ndarray()[0] for f in frames]).astype(np.float32)
+    none = np.zeros(0, np.float32)  # of too few samples the resampler makes no frame
+    return np.concatenate([none, *(f.to_ndarray()[0] for f in frames)]).astype(np.float32)
 
 
 def _load(folder: Path, tokenizer: Any, target: str) -> tuple[Any, Any]:

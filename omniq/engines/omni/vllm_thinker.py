@@ -16,7 +16,13 @@ from omniq.engines.base import Emit, StageInput, StageOutput
 from omniq.engines.loading import loading, part_folder, whole_arg
 from omniq.engines.omni import reply
 from omniq.engines.omni.families import family_of
-from omniq.engines.omni.prompts import Conversation, check_room, has_media, read_conversation
+from omniq.engines.omni.prompts import (
+    Conversation,
+    check_room,
+    has_media,
+    heard,
+    read_conversation,
+)
 from omniq.engines.omni.videos import PARAMETER, VideoReader
 from omniq.engines.text import check_messages
 from omniq.engines.vllm import media
@@ -90,7 +96,12 @@ class VLLMThinkerEngine(VLLMAREngine):
             self._check_places(videos, said)
             # vLLM does not learn of it from the frames, and would place them by its default.
             more = {"fps": said.fps}
-        return self._reader.said(said.field, said.messages, said.media, params, more)
+        found = dict(said.media)
+        if sounds := found.get("audio"):  # vLLM's own resampler is an extra, and another one
+            rate = float(self._processor.feature_extractor.sampling_rate)
+            made = heard(self._processor, sounds, said.field)
+            found["audio"] = [(samples, rate) for samples in made]
+        return self._reader.said(said.field, said.messages, found, params, more)
 
     def _check_places(self, videos: list[np.ndarray], said: Conversation) -> None:
         """vLLM rounds places down, and so gives another answer where the model has parts of one."""
