@@ -216,11 +216,12 @@ def _qwen_image() -> Any:
 
 def _qwen_image_edit(*, plus: bool = False) -> Any:
     from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
-    from tiny_processor import PictureProcessor
-    from transformers import Qwen2VLImageProcessor
+    from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
     parts = _qwen_parts()
-    processor = PictureProcessor(Qwen2VLImageProcessor(), parts["tokenizer"])
+    processor = Qwen2VLProcessor(
+        Qwen2VLImageProcessor(), parts["tokenizer"], Qwen2VLVideoProcessor()
+    )
     pipeline = QwenImageEditPlusPipeline if plus else QwenImageEditPipeline
     return pipeline(**parts, processor=processor)
 

@@ -135,7 +135,7 @@ def _config(tokenizer: Any, shape: Mapping[str, Any]) -> Any:
             "num_hidden_layers": 3,
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
-            "max_position_embeddings": 1024,
+            "max_position_embeddings": 4096,
             "initializer_range": 0.3,
             "rope_parameters": _rope([4, 6, 6]),
             "eos_token_id": tokenizer.eos_token_id,

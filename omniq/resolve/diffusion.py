@@ -23,6 +23,8 @@ PARTS = ("text_encoder", "transformer", "vae", "scheduler")
 OTHER_PARTS = ("transformer", "vae", "scheduler", "safety_checker", "feature_extractor")
 OTHER_VAE = "AutoencoderKL"
 #: Pixels along one side of a latent patch where the model's files do not say.
+#: Parameters that are scales of guidance.
+SCALES = ("guidance_scale", "true_cfg_scale")
 USUAL_MULTIPLE = 16
 
 
@@ -73,7 +75,7 @@ class DiffusionFamily(ModelFamily):
         in_flight = args.pop("max_num_seqs", 16)
         picture_names = self._picture_names()
         sees = self.encoder_sees(files)
-        devices = self._devices(options.gpus)
+        devices, defaults = self._devices(options.gpus), self.stage_defaults(files)
         stages: list[dict[str, Any]] = [
             {
                 "stage_id": "encode",
@@ -82,7 +84,7 @@ class DiffusionFamily(ModelFamily):
                 "input_modalities": ["text", *(["image"] if sees else [])],
                 "output_modalities": ["hidden_states"],
                 "max_in_flight": 32,
-                "defaults": self._guidance(),
+                "defaults": {n: v for n, v in defaults.items() if n in SCALES},
             },
             {
                 "stage_id": "dit",
@@ -90,7 +92,7 @@ class DiffusionFamily(ModelFamily):
                 "input_modalities": ["hidden_states", *(["image"] if picture_names else [])],
                 "output_modalities": ["latents"],
                 "max_in_flight": in_flight,
-                "defaults": dict(self.defaults),
+                "defaults": defaults,
                 "limits": self.limits(files),
             },
             {
@@ -147,8 +149,9 @@ class DiffusionFamily(ModelFamily):
         mask = {"mask_image": {"type": "image", "required": False}} if self.masks else {}
         return {"image": image, **mask}
 
-    def _guidance(self) -> dict[str, Any]:
-        return {n: v for n, v in self.defaults.items() if n in ("guidance_scale", "true_cfg_scale")}
+    def stage_defaults(self, files: ModelFiles) -> dict[str, Any]:
+        """What requests need not say."""
+        return dict(self.defaults)
 
     def _encoder(self, options: BuildOptions, args: Mapping[str, Any]) -> dict[str, Any]:
         """Engine and engine arguments of the encode stage.
@@ -205,6 +208,16 @@ class QwenImage(DiffusionFamily):
     # The scale is the pipeline's true_cfg_scale, see the family in omniq.engines.
     defaults: ClassVar[Mapping[str, Any]] = {"num_inference_steps": 50, "guidance_scale": 4.0}
     encodes_on_vllm = True
+
+    def stage_defaults(self, files: ModelFiles) -> dict[str, Any]:
+        """Without the scale, unless the model is distilled and takes it as an input: the pipeline
+        has it by default, and guides where there is a negative prompt. A scale that is named asks
+        for guidance, and so for a negative prompt.
+        """
+        found = super().stage_defaults(files)
+        if not (files.json("transformer/config.json") or {}).get("guidance_embeds"):
+            del found["guidance_scale"]
+        return found
 
     def multiple(self, files: ModelFiles) -> int:
         """Its VAE is one of videos."""

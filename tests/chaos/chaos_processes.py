@@ -40,6 +40,7 @@ class SmallMount:
             stderr=subprocess.STDOUT,
             text=True,
         )
+        self.pid = self._holder.pid
         assert self._holder.stdout is not None
         said = self._holder.stdout.readline().strip()
         self.mounted = said == "mounted"
@@ -146,7 +147,8 @@ class Processes:
     def _ours(self) -> list[str]:
         """Processes that were started by the system, which has ended."""
         broker = self.valkey.process
-        others, found = {os.getpid(), broker.pid if broker is not None else 0}, []
+        others = {os.getpid(), self.mount.pid, broker.pid if broker is not None else 0}
+        found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 ours = process.environ().get("OMNIQ_BROKER_URL") == self.valkey.url

@@ -23,7 +23,7 @@ async def test_a_minute_of_faults(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     use(environment)
-    tally = await system.run(jobs=60, faults=22, pause=0.9)
+    tally = await system.run(jobs=60, faults=22, pause=0.6)
     report(tally)
     assert tally.accepted == 65
     assert tally.faults.total() >= 22

@@ -39,14 +39,17 @@ def test_tiny_omni(tmp_path: Path) -> None:
     assert Image.open(tmp_path / "a.png").size == (64, 64)
 
 
-def test_text_to_image(tmp_path: Path) -> None:
-    folder = make("z_image", tmp_path / "model")
+@pytest.mark.parametrize("family", ["z_image", "qwen_image", "sd3"])
+def test_text_to_image(tmp_path: Path, family: str) -> None:
+    """FLUX.1 is what tests/serve asks a server for."""
+    folder = make(family, tmp_path / "model")
     run("text_to_image.py", folder, *SMALL, "-o", tmp_path / "a.png")
     assert Image.open(tmp_path / "a.png").size == (48, 32)
 
 
-def test_editing(tmp_path: Path) -> None:
-    folder = make("flux2_klein", tmp_path / "model")
+@pytest.mark.parametrize("family", ["flux2_klein", "qwen_image_edit"])
+def test_editing(tmp_path: Path, family: str) -> None:
+    folder = make(family, tmp_path / "model")
     Image.fromarray(picture(1, 64, 64).numpy()).save(tmp_path / "shown.png")
     run(
         "edit_image.py", folder, *SMALL, "--image", tmp_path / "shown.png", "-o", tmp_path / "a.png"

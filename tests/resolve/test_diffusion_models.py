@@ -32,6 +32,7 @@ RUNS: list[tuple[str, bool, dict[str, Any]]] = [
     ("flux2_klein", False, {}),
     ("sd3", False, {"negative_prompt": "a star"}),
     ("qwen_image", False, {"negative_prompt": "a star"}),
+    ("qwen_image", False, {}),  # no negative prompt, no guidance, as in the pipeline
     ("cogview4", False, {"negative_prompt": "a star"}),
     ("wan", False, {"num_frames": 5}),
     ("wan_5b", True, {"num_frames": 5}),
