@@ -215,10 +215,7 @@ class VLLMAREngine(Engine):
     ) -> StageOutput:
         """Generate; cancelling the task aborts the request in vLLM."""
         lora = self._lora(request.params)
-        if self._reader.is_quick(inputs):
-            prompt = self._reader.read(inputs, request.params)
-        else:
-            prompt = await self.in_thread(self._reader.read, inputs, request.params)
+        prompt = await self._prompt(inputs, request.params)
         # A retried job may arrive while vLLM still cleans up after its first run.
         options = {
             "request_id": f"{request.request_id}-{uuid.uuid4().hex[:8]}",
@@ -248,6 +245,11 @@ class VLLMAREngine(Engine):
             self._joined.cleanup()
 
     # -- one request -------------------------------------------------------------------------
+
+    async def _prompt(self, inputs: Mapping[str, StageInput], params: Mapping[str, Any]) -> Prompt:
+        if self._reader.is_quick(inputs):
+            return self._reader.read(inputs, params)
+        return await self.in_thread(self._reader.read, inputs, params)
 
     def _lora(self, params: Mapping[str, Any]) -> Any:
         name = params.get("lora")

@@ -6,16 +6,19 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 
 import yaml
 
 from omniq.config import PipelineConfig
-from omniq.config.loader import available_pipelines
+from omniq.config.loader import available_pipelines, load_pipeline
+from omniq.errors import ConfigError
 from omniq.runtime.ports import require_api_port
 from omniq.runtime.processes import served_processes
 from omniq.runtime.supervise import require, supervise
 from omniq.serve.flags import ServeFlags, parse
-from omniq.serve.target import resolve_model
+from omniq.serve.target import numbered, resolve_model
 from omniq.settings import get_settings
 
 #: Characters of a prompt, unless OMNIQ_MAX_PROMPT_CHARS says otherwise: the model's context is the
@@ -44,7 +47,7 @@ class OmniServeCommand:
             SystemExit: 2, with the parser's message on stderr, for unknown flags and wrong values.
         """
         flags = parse(args)
-        return cls(flags, resolve_model(flags))
+        return cls(flags, named_apart(resolve_model(flags)))
 
     def environment(self) -> dict[str, str]:
         """The ``OMNIQ_*`` variables of all processes; writes the pipeline's file if it is new.
@@ -54,9 +57,8 @@ class OmniServeCommand:
         settings = get_settings()
         env = {"OMNIQ_DEFAULT_PIPELINE": self.pipeline.name}
         if available_pipelines().get(self.pipeline.name) != self.pipeline:
-            folder = (settings.data_dir / "serve").resolve()
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / f"{self.pipeline.name}.yaml"
+            path = _file_of(self.pipeline)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(pipeline_yaml(self.pipeline), encoding="utf-8")
             env["OMNIQ_PIPELINES"] = json.dumps([*settings.pipelines, str(path)])
         names = self.flags.served_names or (self.flags.model,)
@@ -84,6 +86,41 @@ class OmniServeCommand:
         settings = get_settings()
         require_api_port(self.flags.host or settings.api_host, self.flags.port or settings.api_port)
         return supervise(served_processes(self.pipeline), {**os.environ, **self.environment()})
+
+
+def named_apart(pipeline: PipelineConfig) -> PipelineConfig:
+    """``pipeline``, or ``NAME-2`` and so on where the name has gone to another model.
+
+    Queues and the file that workers load have a pipeline's name, so two models of folders called
+    alike would run each other's jobs. Who had the name first keeps it in OMNIQ_DATA_DIR, as long as
+    its folder is there; a model's own file is written anew.
+    """
+    known = available_pipelines()
+    if known.get(pipeline.name) == pipeline:
+        return pipeline
+    free = (p for n in count(1) if (p := numbered(pipeline, n)).name not in known)
+    return next(named for named in free if not _is_anothers(_file_of(named), named))
+
+
+def _file_of(pipeline: PipelineConfig) -> Path:
+    return (get_settings().data_dir / "serve").resolve() / f"{pipeline.name}.yaml"
+
+
+def _is_anothers(file: Path, pipeline: PipelineConfig) -> bool:
+    """Whether a file written here is of models that are still there, all of them others."""
+    if not file.is_file():
+        return False
+    try:
+        theirs = {stage.model_path for stage in load_pipeline(file).stages}
+    except ConfigError:  # of another version of omniq, or half written: nothing serves it
+        return False
+    ours = {stage.model_path for stage in pipeline.stages}
+    return theirs.isdisjoint(ours) and not any(_is_gone(model) for model in theirs)
+
+
+def _is_gone(model: str) -> bool:
+    """Whether it is a folder, not a name on the hub, and is not there."""
+    return Path(model).is_absolute() and not Path(model).exists()
 
 
 def pipeline_yaml(pipeline: PipelineConfig) -> str:

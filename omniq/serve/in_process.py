@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from omniq.config import PipelineConfig, available_pipelines
-from omniq.resolve.files import MAX_NAME
 from omniq.serve.command import pipeline_yaml
 from omniq.serve.flags import ServeFlags
-from omniq.serve.target import resolve_model
+from omniq.serve.target import numbered, resolve_model
 from omniq.settings import get_settings
 
 PIPELINES = "OMNIQ_PIPELINES"
@@ -46,7 +45,7 @@ def model_pipeline(model: str, options: Mapping[str, Any]) -> PipelineConfig:
         _use(before)
     known = available_pipelines()
     for number in count(1):
-        named = _named(pipeline, number)
+        named = numbered(pipeline, number)
         if known.get(named.name) == named:
             return named
         if named.name not in known:
@@ -55,16 +54,6 @@ def model_pipeline(model: str, options: Mapping[str, Any]) -> PipelineConfig:
     file.write_text(pipeline_yaml(named), encoding="utf-8")
     _use([*before, str(file)])
     return available_pipelines()[named.name]
-
-
-def _named(pipeline: PipelineConfig, number: int) -> PipelineConfig:
-    """``pipeline``, from number 2 on made anew with the number in its name."""
-    if number == 1:
-        return pipeline
-    end = f"-{number}"
-    mapping = pipeline.model_dump(by_alias=True, exclude_unset=True)
-    name = pipeline.name[: MAX_NAME - len(end)] + end
-    return PipelineConfig.model_validate({**mapping, "name": name})
 
 
 def _use(files: list[str]) -> None:

@@ -18,6 +18,7 @@ from omniq.config.loader import SUFFIXES
 from omniq.engines.registry import vllm_installed
 from omniq.errors import ConfigError
 from omniq.resolve import BuildOptions, ModelFiles, pipeline_for
+from omniq.resolve.files import MAX_NAME
 from omniq.serve.flags import ServeFlags
 from omniq.serve.overrides import overridden
 
@@ -99,7 +100,17 @@ def _with_stages(
 
 
 def _served_name(pipeline: PipelineConfig) -> str:
-    return pipeline.name[: 64 - len(SERVED)] + SERVED
+    return pipeline.name[: MAX_NAME - len(SERVED)] + SERVED
+
+
+def numbered(pipeline: PipelineConfig, number: int) -> PipelineConfig:
+    """``pipeline``, from number 2 on made anew with the number in its name."""
+    if number == 1:
+        return pipeline
+    end = f"-{number}"
+    mapping = pipeline.model_dump(by_alias=True, exclude_unset=True)
+    name = pipeline.name[: MAX_NAME - len(end)] + end
+    return PipelineConfig.model_validate({**mapping, "name": name})
 
 
 def _stage_with(stage: OmniStageConfig, flags: ServeFlags) -> OmniStageConfig:

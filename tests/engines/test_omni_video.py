@@ -229,6 +229,31 @@ async def test_others_go_on_while_a_video_is_decoded(
     assert (await seen).values["text"]
 
 
+async def test_who_goes_away_ends_the_decoding(
+    model: Model, staged: OmniStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the run has not ended before: threads of requests that nobody wants do not pile up."""
+    begun, ended = threading.Event(), threading.Event()
+
+    def endless(data: bytes, name: str, choose: Any, most: int, clock: Any) -> Any:
+        begun.set()
+        try:
+            while True:
+                clock.check(0.0)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(videos, "chosen_frames", endless)
+    request = StageRequest("one", params(model, {})["thinker"], stream=False)
+    inputs = {"messages": StageInput(said(SILENT, WORDS))}
+    gone = asyncio.create_task(staged.engines["thinker"].run(request, inputs, NullEmit()))
+    assert await asyncio.to_thread(begun.wait, 60)
+    gone.cancel()
+    await asyncio.wait([gone], timeout=60)
+    assert gone.cancelled()
+    assert ended.is_set()
+
+
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> MediaPrompts:
     """What reads prompts, without weights."""
@@ -258,6 +283,7 @@ FAULTS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         {"max_frames": 40, "fps": 8.0},
         r"videos alone are \d+ tokens, and the model takes 1024 in all; take fewer frames .*fps",
     ),
+    "too short a sound": ([sound(1, 0.02)], {}, "a sound must last at least 25 ms"),
     "too narrow": ([clip(9, frames=4, size=(4096, 16))], {}, "aspect ratio"),
 }
 

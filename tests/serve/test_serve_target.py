@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from omniq.config import available_pipelines, load_pipeline
 from omniq.errors import ConfigError
 from omniq.resolve import language_model
+from omniq.serve import command as command_module
 from omniq.serve.command import OmniServeCommand, pipeline_yaml
 from omniq.serve.flags import ServeFlags
 from omniq.serve.target import resolve_model
@@ -100,6 +103,37 @@ def test_environment_of_the_processes(llm: Path) -> None:
     assert json.loads(env["OMNIQ_API_KEYS"]) == ["k"]
     assert json.loads(env["OMNIQ_SERVED_MODELS"]) == {"a": "my-model", "b": "my-model"}
     assert env["OMNIQ_DEFAULT_PIPELINE"] == "my-model"
+
+
+def test_folders_called_alike_have_a_pipeline_each(
+    llm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And keep it: jobs wait in queues of its name, and workers that start anew read its file."""
+    other = tmp_path / "elsewhere" / llm.name
+    shutil.copytree(llm, other)
+
+    def served(folder: Path, **args: Any) -> tuple[str, Path]:
+        flags = ServeFlags(str(folder), engine="vllm", engine_args=args)
+        monkeypatch.setattr(command_module, "parse", lambda _: flags)  # vLLM's takes its time
+        command = OmniServeCommand.from_args([])
+        env = command.environment()
+        (file,) = json.loads(env["OMNIQ_PIPELINES"])
+        assert load_pipeline(Path(file)) == command.pipeline
+        assert env["OMNIQ_DEFAULT_PIPELINE"] == command.pipeline.name
+        assert list(json.loads(env["OMNIQ_SERVED_MODELS"]).values()) == [command.pipeline.name]
+        return command.pipeline.name, Path(file)
+
+    first = served(llm)
+    second = served(other)
+    assert (first[0], second[0]) == ("my-model", "my-model-2")
+    assert load_pipeline(first[1]).stages[0].model == str(llm)
+    assert load_pipeline(second[1]).stages[0].model == str(other)
+    assert served(other, max_model_len=64) == second
+    assert served(llm) == first
+    shutil.rmtree(llm)
+    assert served(other) == first
+    first[1].write_text("of: another version")
+    assert served(other) == first
 
 
 def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:

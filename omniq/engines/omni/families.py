@@ -21,12 +21,23 @@ class OmniFamily:
     layer: str | None = None
     """Field of the talker's configuration that says which of the thinker's hidden states it gets of
     the prompt; None: the last, behind the final norm."""
+    places: str | None = None
+    """Field of the thinker's configuration with the places of a second of video, where frames may
+    stand between whole ones; None: they are rounded down."""
 
     def prompt_layer(self, folder: Path) -> int | None:
         """That layer for the model in ``folder``."""
         if self.layer is None:
             return None
         return int(read_json(folder / "config.json")["talker_config"][self.layer])
+
+    def places_a_second(self, folder: Path) -> float | None:
+        """Those of the model in ``folder``."""
+        if self.places is None:
+            return None
+        from transformers import AutoConfig  # noqa: PLC0415 - slow import
+
+        return float(getattr(AutoConfig.from_pretrained(folder).thinker_config, self.places))
 
 
 QWEN2_5 = OmniFamily(
@@ -41,6 +52,7 @@ QWEN3 = OmniFamily(
     "transformers.models.qwen3_omni_moe:Qwen3OmniMoeProcessor",
     "omniq.engines.omni.qwen3_talker:Qwen3Talker",
     "accept_hidden_layer",
+    "position_id_per_seconds",
 )
 FAMILIES = {family.model_type: family for family in (QWEN2_5, QWEN3)}
 

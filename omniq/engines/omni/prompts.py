@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,21 @@ def conversation(inputs: Mapping[str, StageInput], videos: VideoReader) -> Conve
     return Conversation(given[0], [*plain, last], inside, fps, videos.with_sound)
 
 
+async def read_conversation(
+    inputs: Mapping[str, StageInput], videos: VideoReader
+) -> Conversation | None:
+    """:func:`conversation` on a thread of its own; if it is cancelled, the videos are given up, and
+    it waits until the thread has stopped.
+    """
+    reading = asyncio.ensure_future(asyncio.to_thread(conversation, inputs, videos))
+    try:
+        return await asyncio.shield(reading)
+    except asyncio.CancelledError:
+        videos.stop()
+        await asyncio.gather(reading, return_exceptions=True)
+        raise
+
+
 def _files(inputs: Mapping[str, StageInput]) -> list[bytes]:
     """Videos that are files still: uint8 [bytes] each."""
     tensors = inputs[VIDEO].tensors if VIDEO in inputs else {}
@@ -127,7 +143,6 @@ class MediaPrompts:
     def __init__(self, folder: Path, encoder: PromptEncoder, processor: str) -> None:
         self._encoder = encoder
         self._processor, self._videos = _load(folder, encoder.tokenizer, processor)
-        self._rate = int(self._processor.feature_extractor.sampling_rate)
 
     def videos(self, params: Mapping[str, Any]) -> VideoReader:
         """What reads the videos of a request with such parameters."""
@@ -168,10 +183,10 @@ class MediaPrompts:
         if pictures := said.media.get("image"):
             arguments["images"] = pictures
         if sounds := said.media.get("audio"):
-            arguments["audio"] = [resampled(samples, rate, self._rate) for samples, rate in sounds]
+            arguments["audio"] = heard(self._processor, sounds, said.field)
         try:
             if videos := [frames for frames, _ in said.media.get("video", ())]:
-                self._check_room(videos, said.field, context)
+                check_room(self._processor, videos, said.field, context)
                 arguments["videos"] = videos
                 arguments["videos_kwargs"] = {
                     "fps": said.fps,
@@ -184,23 +199,54 @@ class MediaPrompts:
             raise media.bad(said.field, f"the model's processor refuses the media: {exc}") from exc
         return {**made, SOUND_IN_VIDEO: True} if videos and said.with_sound else made
 
-    def _check_room(self, videos: list[np.ndarray], field: str, context: int) -> None:
-        """Before frames become floats of the size that the model sees, which small ones exceed."""
-        reader = self._videos
-        # What the processor hands to its video part, whatever that is configured to.
-        defaults = self._processor.valid_processor_kwargs._defaults["videos_kwargs"]
-        sizes = defaults.get("size") or reader.size
-        tokens = 0
-        for frames in videos:
-            count, height, width = frames.shape[:3]
-            patches = reader.get_num_of_video_patches(count, height, width, {"size": sizes})
-            tokens += int(patches) // reader.merge_size**2
-        if tokens >= context:
-            raise media.bad(
-                field,
-                f"its videos alone are {tokens} tokens, and the model takes {context} in all; take "
-                f"fewer frames of them (parameter {PARAMETER}: fps, max_frames)",
-            )
+
+def check_room(processor: Any, videos: list[np.ndarray], field: str, context: int) -> None:
+    """Before frames become floats of the size that the model sees, which small ones exceed.
+
+    Args:
+        processor: the model's.
+        videos: uint8 [frames, H, W, 3] each.
+        field: the input they come from.
+        context: tokens that the model takes.
+
+    Raises:
+        InvalidRequest: they alone are as many tokens or more.
+    """
+    reader = processor.video_processor
+    # What the processor hands to its video part, whatever that is configured to.
+    defaults = processor.valid_processor_kwargs._defaults["videos_kwargs"]
+    sizes = defaults.get("size") or reader.size
+    tokens = 0
+    for frames in videos:
+        count, height, width = frames.shape[:3]
+        patches = reader.get_num_of_video_patches(count, height, width, {"size": sizes})
+        tokens += int(patches) // reader.merge_size**2
+    if tokens >= context:
+        raise media.bad(
+            field,
+            f"its videos alone are {tokens} tokens, and the model takes {context} in all; take "
+            f"fewer frames of them (parameter {PARAMETER}: fps, max_frames)",
+        )
+
+
+def heard(processor: Any, sounds: Sequence[media.Sound], field: str) -> list[np.ndarray]:
+    """Sounds as the model's ears have them: float32 [samples] each, at their rate.
+
+    Args:
+        processor: the model's.
+        sounds: of any rate.
+        field: the input they come from.
+
+    Raises:
+        InvalidRequest: one is shorter than a window of the spectrogram, of which some models make
+            nothing and others fail; or as :func:`resampled`.
+    """
+    ears = processor.feature_extractor
+    rate, least = int(ears.sampling_rate), int(ears.n_fft)
+    made = [resampled(samples, given, rate) for samples, given in sounds]
+    if any(len(samples) < least for samples in made):
+        raise media.bad(field, f"a sound must last at least {1000 * least / rate:g} ms")
+    return made
 
 
 def resampled(samples: np.ndarray, rate: float, wanted: int) -> np.ndarray:
@@ -222,7 +268,8 @@ def resampled(samples: np.ndarray, rate: float, wanted: int) -> np.ndarray:
     frame.sample_rate = int(rate)
     resampler = av.AudioResampler(format="flt", layout="mono", rate=wanted)
     frames = [*resampler.resample(frame), *resampler.resample(None)]
-    return np.concatenate([f.to_ndarray()[0] for f in frames]).astype(np.float32)
+    none = np.zeros(0, np.float32)  # of too few samples the resampler makes no frame
+    return np.concatenate([none, *(f.to_ndarray()[0] for f in frames)]).astype(np.float32)
 
 
 def _load(folder: Path, tokenizer: Any, target: str) -> tuple[Any, Any]:

@@ -27,8 +27,8 @@ from omniq.engines.omni.prompts import (
     SOUND_IN_VIDEO,
     Conversation,
     MediaPrompts,
-    conversation,
     has_media,
+    read_conversation,
 )
 from omniq.engines.omni.videos import PARAMETER
 from omniq.engines.omni.weights import load_part
@@ -89,7 +89,7 @@ class ThinkerEngine(TransformersAREngine):
         # Beside the model thread: a video may take half a minute. One request's media at a time:
         # frames are large.
         async with self._decoding if has_media(inputs) else nullcontext():
-            said = await asyncio.to_thread(conversation, inputs, self._prompts.videos(params))
+            said = await read_conversation(inputs, self._prompts.videos(params))
             return await self.in_thread(self._encoded, said, inputs, params)
 
     def _encoded(

@@ -66,6 +66,10 @@ class VideoReader:
         }
         return (chosen.pixels, about), self._sound(data, name) if self.with_sound else None
 
+    def stop(self) -> None:
+        """Nobody wants them any more: what is being read ends with an error."""
+        self._clock.stop()
+
     def check(self, name: str) -> None:
         """Whether the model takes videos here.
 

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import Any
 
+import numpy as np
 import torch
 
 from omniq.config import Modality
 from omniq.engines.ar_vllm import VLLMAREngine
-from omniq.engines.base import Emit, StageOutput
-from omniq.engines.loading import part_folder, whole_arg
+from omniq.engines.base import Emit, StageInput, StageOutput
+from omniq.engines.loading import loading, part_folder, whole_arg
 from omniq.engines.omni import reply
 from omniq.engines.omni.families import family_of
+from omniq.engines.omni.prompts import (
+    Conversation,
+    check_room,
+    has_media,
+    heard,
+    read_conversation,
+)
+from omniq.engines.omni.videos import PARAMETER, VideoReader
+from omniq.engines.text import check_messages
+from omniq.engines.vllm import media
 from omniq.engines.vllm.arguments import OwnArgs
 from omniq.engines.vllm.chunks import Chunks
 from omniq.engines.vllm.hidden_states import StateOptions, States
 from omniq.engines.vllm.outputs import Generation
+from omniq.engines.vllm.requests import Prompt
+from omniq.engines.vllm.sampling import refused
 from omniq.errors import ConfigError, EngineError
 
 #: Engine arguments of :class:`VLLMAREngine` that make something else of it than a thinker.
 NOT_A_THINKERS = ("hidden_states", "text_encoder", "runner")
+#: How far a whole number may be from one that was computed.
+WHOLE = 1e-6
 
 
 class VLLMThinkerEngine(VLLMAREngine):
@@ -30,9 +47,81 @@ class VLLMThinkerEngine(VLLMAREngine):
     (:mod:`omniq.engines.omni.reply`) of the first answer, as a whole and by chunks of
     ``stream_tokens`` tokens (default 1). ``hidden_states`` ([tokens, hidden]) and ``token_ids`` are
     the first answer's. Prompts are then computed whole, whatever vLLM's prefix cache holds of them.
+
+    One more parameter: ``mm_processor_kwargs``, about videos
+    (:class:`omniq.config.params.MediaOptions`), without ``use_audio_in_video``, and of Qwen3-Omni
+    with rates only that place every frame at a whole number.
     """
 
     name = "omni-thinker-vllm"
+
+    async def load(self) -> None:
+        """As :class:`VLLMAREngine`."""
+        self._decoding = asyncio.Lock()
+        await super().load()
+
+    def _start(self) -> None:
+        folder = part_folder(self.stage)
+        family = family_of(folder)
+        self._places = family.places_a_second(folder)
+        with loading(self.stage, folder):
+            self._processor = resolve_name(family.processor).from_pretrained(folder)
+        super()._start()
+
+    async def _prompt(self, inputs: Mapping[str, StageInput], params: Mapping[str, Any]) -> Prompt:
+        if (params.get(PARAMETER) or {}).get("use_audio_in_video"):
+            raise refused(
+                PARAMETER,
+                "use_audio_in_video: with the thinker on vLLM the sound of videos is not heard; "
+                "on transformers it is",
+            )
+        if not has_media(inputs):
+            return await super()._prompt(inputs, params)
+        if "messages" in inputs:
+            messages: Any = inputs["messages"].value
+            check_messages(messages, "messages")
+            self._reader.check_media("messages", media.counts(messages))
+        # Beside the model thread, one request's at a time: as on transformers.
+        async with self._decoding:
+            videos = VideoReader(self._processor.video_processor, params)
+            said = await read_conversation(inputs, videos)
+            if said is None:
+                return await super()._prompt(inputs, params)
+            return await self.in_thread(self._encoded, said, params)
+
+    def _encoded(self, said: Conversation, params: Mapping[str, Any]) -> Prompt:
+        more = None
+        if videos := [frames for frames, _ in said.media.get("video", ())]:
+            check_room(self._processor, videos, said.field, self._limits.context)
+            self._check_places(videos, said)
+            # vLLM does not learn of it from the frames, and would place them by its default.
+            more = {"fps": said.fps}
+        found = dict(said.media)
+        if sounds := found.get("audio"):  # vLLM's own resampler is an extra, and another one
+            rate = float(self._processor.feature_extractor.sampling_rate)
+            made = heard(self._processor, sounds, said.field)
+            found["audio"] = [(samples, rate) for samples in made]
+        return self._reader.said(said.field, said.messages, found, params, more)
+
+    def _check_places(self, videos: list[np.ndarray], said: Conversation) -> None:
+        """vLLM rounds places down, and so gives another answer where the model has parts of one."""
+        reader = self._processor.video_processor
+        if self._places is None or all(len(v) <= reader.temporal_patch_size for v in videos):
+            return
+        step = self._places * reader.temporal_patch_size / said.fps
+        if abs(step - round(step)) > WHOLE:
+            raise media.bad(
+                said.field,
+                f"its videos at {said.fps:g} frames a second are {step:g} places a step, and vLLM "
+                f"has whole ones only; take them at another rate ({PARAMETER}: fps), as 1 or 2, or "
+                "with the thinker on transformers",
+            )
+
+    def _sampling(
+        self, prompt: Prompt, params: Mapping[str, Any], parser: Any, *, stream: bool
+    ) -> Any:
+        sampling = {name: value for name, value in params.items() if name != PARAMETER}
+        return super()._sampling(prompt, sampling, parser, stream=stream)
 
     def _arguments(self) -> tuple[OwnArgs, dict[str, Any]]:
         where = f"stage {self.stage.stage_id!r}"

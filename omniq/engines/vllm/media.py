@@ -67,7 +67,7 @@ def of_inputs(inputs: Mapping[str, StageInput]) -> Media:
         for i, (key, tensor) in enumerate(tensors.items()):
             array, facts = tensor.cpu().numpy(), _facts(inputs[name].value, i)
             if kind == "image":
-                if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
+                if _is_no_picture(array, 3):
                     raise bad(name, f"{key!r} must be uint8 [H, W, 3], is {_form(array)}")
                 found.setdefault(kind, []).append(Image.fromarray(array))
             elif kind == "video" and array.dtype == np.uint8 and array.ndim == 1:
@@ -78,15 +78,20 @@ def of_inputs(inputs: Mapping[str, StageInput]) -> Media:
                 except InputTooLarge as exc:
                     raise bad(name, exc.message) from exc
             elif kind == "video":
-                if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3:
+                if _is_no_picture(array, 4):
                     raise bad(name, f"{key!r} must be uint8 [frames, H, W, 3], is {_form(array)}")
                 found.setdefault(kind, []).append(_video(array, facts.get("fps")))
             else:
-                if array.dtype.kind != "f" or array.ndim != 1:
+                if array.dtype.kind != "f" or array.ndim != 1 or not array.size:
                     raise bad(name, f"{key!r} must be float [samples], is {_form(array)}")
                 rate = facts.get("sample_rate") or DEFAULT_SAMPLE_RATE
                 found.setdefault(kind, []).append((array.astype(np.float32), float(rate)))
     return found
+
+
+def _is_no_picture(array: np.ndarray, axes: int) -> bool:
+    """Whether it is no picture, or no video, or one of nothing."""
+    return array.dtype != np.uint8 or array.ndim != axes or array.shape[-1] != 3 or not array.size
 
 
 def _facts(value: Any, index: int) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,9 +90,7 @@ class PromptReader:
             raise media.bad(
                 "prompt", f"the stage needs exactly one of {', '.join(PROMPTS)}; it got: {got}"
             )
-        name = given[0]
-        if self._hide_unused_tools and params.get("tool_choice") == "none":
-            params = {k: x for k, x in params.items() if k != "tools"}
+        name, params = given[0], self._with_tools(params)
         found = media.of_inputs(inputs)
         if name == "messages" or found:
             return self._conversation(name, inputs, params, found)
@@ -116,25 +114,61 @@ class PromptReader:
         if name == "prompt":
             messages = [{"role": "user", "content": text_input(inputs, name)}]
         check_messages(messages, name)
-        self._check_media(name, media.counts(messages))  # before anything is decoded
+        self.check_media(name, media.counts(messages))  # before anything is decoded
         plain, inside = media.of_messages(messages)
         if found:  # what stages before made belongs to the last turn
             plain[-1] = {**plain[-1], "content": media.with_parts(plain[-1].get("content"), found)}
         for kind, items in found.items():
             inside.setdefault(kind, []).extend(items)
+        return self.said(name, plain, inside, params)
+
+    def said(
+        self,
+        name: str,
+        plain: Sequence[Mapping[str, Any]],
+        inside: media.Media,
+        params: Mapping[str, Any],
+        more: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """The prompt of a conversation whose media are decoded.
+
+        Args:
+            name: the input it came by.
+            plain: messages, of media only the type.
+            inside: the media, in order.
+            params: of the request.
+            more: vLLM's ``mm_processor_kwargs`` for this prompt.
+
+        Raises:
+            InvalidRequest: it does not fit the model.
+        """
+        params = self._with_tools(params)
         tools, options = params.get("tools"), params.get("chat_template_kwargs")
         if not inside:
             ids = self._encoder.encode_chat(
                 plain, self._limits.context, tools=tools, options=options, field=name
             )
             return _tokens(name, ids)
-        self._check_media(name, {kind: len(items) for kind, items in inside.items()})
+        self.check_media(name, {kind: len(items) for kind, items in inside.items()})
         if not self._encoder.takes_parts:
             plain = media.as_text(plain, self._placeholder)
         text = self._encoder.render_chat(plain, tools=tools, options=options, field=name)
-        return Prompt(name, {"prompt": text, "multi_modal_data": inside}, None)
+        made: dict[str, Any] = {"prompt": text, "multi_modal_data": inside}
+        if more:
+            made["mm_processor_kwargs"] = dict(more)
+        return Prompt(name, made, None)
 
-    def _check_media(self, name: str, counts: Mapping[str, int]) -> None:
+    def _with_tools(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self._hide_unused_tools and params.get("tool_choice") == "none":
+            return {k: x for k, x in params.items() if k != "tools"}
+        return params
+
+    def check_media(self, name: str, counts: Mapping[str, int]) -> None:
+        """Whether the model takes so many media of these kinds in a prompt.
+
+        Raises:
+            InvalidRequest: it does not.
+        """
         for kind, count in counts.items():
             most = self._limits.media.get(kind, 0)
             if count > most:

@@ -58,7 +58,7 @@ def sampling_params(
         if params.get(name) is not None:
             raise refused(name, "only stages of pooling models take it")
     if params.get("mm_processor_kwargs"):
-        raise refused("mm_processor_kwargs", "only omni models on transformers take it")
+        raise refused("mm_processor_kwargs", "only omni models take it")
     if params.get("deterministic") and not v.envs.VLLM_BATCH_INVARIANT:
         raise refused(
             "deterministic",
