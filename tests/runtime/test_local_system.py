@@ -187,9 +187,11 @@ def test_private_broker_keeps_nothing_on_disk(
     assert not list(tmp_path.iterdir())
 
 
+#: With SIGINT as a terminal has it; what runs in the background, these tests perhaps, ignores it.
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
 from omniq import LocalSystem
+signal.signal(signal.SIGINT, signal.default_int_handler)
 LocalSystem("stand-in").start()
 print("ready", flush=True)
 input()

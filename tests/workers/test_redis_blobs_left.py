@@ -18,7 +18,7 @@ from omniq.jobs.model import JobState
 from omniq.jobs.store import JobStore
 from omniq.submit import submit
 
-KILLS = 8
+KILLS, MOST_KILLS = 8, 40
 #: Three chunks.
 NBYTES = 9 << 20
 #: Of these tests' workers, in seconds; what the dead have left is gone after some of them.
@@ -62,7 +62,10 @@ async def test_workers_killed_while_they_write_leave_no_blob(
         found = ("omniq:blob:*", "omniq:part:*", "omniq:blobs*")
         return [key for pattern in found for key in blobs.scan_iter(pattern)]
 
-    for _ in range(KILLS):
+    kills = 0
+    while kills < KILLS or not orphans:  # when one falls into a write is the scheduler's choice
+        kills += 1
+        assert kills <= MOST_KILLS, "no kill came between writing and recording"
         prompt = {"prompt": f"a:bytes={NBYTES}"}
         some = [(await submit(store, pipeline="p", inputs=prompt)).id for _ in range(6)]
         await asyncio.to_thread(wait_until, lambda: there() != [], 20)
@@ -80,8 +83,7 @@ async def test_workers_killed_while_they_write_leave_no_blob(
         record = await store.wait(job, 60)
         limit = (record.error or {}).get("code") == "delivery_limit"
         assert record.state in (JobState.SUCCEEDED, JobState.CANCELLED) or limit, record
-    print(f"{KILLS} workers killed; {orphans} blobs, whole or half, that nobody had recorded")
-    assert orphans, "no kill came between writing and recording"
+    print(f"{kills} workers killed; {orphans} blobs, whole or half, that nobody had recorded")
     await asyncio.to_thread(wait_until, lambda: there() == [], 5 * LEASE, "no blob is left")
 
 
