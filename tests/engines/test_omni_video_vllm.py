@@ -50,7 +50,7 @@ async def thinkers(folder: Path) -> AsyncIterator[list[Any]]:
     """On transformers and on vLLM."""
     stages, on_vllm = ("thinker",), {"thinker": "omni-thinker-vllm"}
     async with (
-        OmniStages.loaded(folder, stages) as theirs,
+        OmniStages.loaded(folder, stages, thinker={"max_model_len": 1024}) as theirs,
         OmniStages.loaded(folder, stages, on_vllm, thinker=VLLM_ARGS) as ours,
     ):
         yield [theirs.engines["thinker"], ours.engines["thinker"]]
