@@ -77,7 +77,6 @@ def test_text_and_speech_equal_generate_whole_and_streamed(tmp_path: Path) -> No
     for codes, made in pieces.items():
         least = {"talker_min_new_tokens": codes}
         tokens, _, waveform = reference.answer(heard, TOKENS, codes, speaker="Chelsie", **least)
-        assert len(made.texts) > 1
         assert made.text == made.audios[-1].transcript
         assert made.text.rstrip("\ufffd") == text_of(tokens).rstrip("\ufffd")
         assert most_apart(made.samples, waveform) < 10

@@ -156,10 +156,11 @@ def test_sound_comes_before_the_text_has_ended(
         assert whole.readframes(whole.getnframes()) == data
 
 
-def test_streamed_answer_equals_generate(
-    client: openai.OpenAI, folder: Path, on_vllm: bool
-) -> None:
-    """Of an utterance of one window: the pieces together are transformers' text and sound."""
+def test_streamed_answer_equals_generate(client: openai.OpenAI, folder: Path) -> None:
+    """Of an utterance of one window: the pieces together are transformers' text and sound.
+
+    How many pieces so short a text has is up to who is quicker, the model or who hands them on.
+    """
     messages: Any = turn("a red circle above a blue square")
     heard = streamed(
         client, "Ethan", model=NAME, messages=messages, max_completion_tokens=TOKENS, seed=SEED,
@@ -169,7 +170,6 @@ def test_streamed_answer_equals_generate(
     tokens, codes, waveform = reference.answer(
         reference.inputs(messages), TOKENS, CODES, speaker="Ethan"
     )
-    assert on_vllm or len(heard.texts) > 1
     assert heard.text == heard.audios[-1].transcript
     # vLLM leaves out a character that the answer's end cuts.
     assert heard.text.rstrip("\ufffd") == reference.text(tokens).rstrip("\ufffd")
