@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -79,3 +79,18 @@ async def aredis(broker: Valkey) -> AsyncIterator[redis.asyncio.Redis]:
     client = redis.asyncio.Redis(port=broker.port)
     yield client
     await client.aclose()
+
+
+@pytest.fixture
+def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Sets settings of this process by their names, for this test."""
+    from omniq.settings import get_settings
+
+    def apply(**values: object) -> None:
+        for name, value in values.items():
+            monkeypatch.setenv(f"OMNIQ_{name.upper()}", str(value))
+        get_settings.cache_clear()
+
+    yield apply
+    monkeypatch.undo()
+    get_settings.cache_clear()

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from omniq.config import OmniStageConfig
 from omniq.engines import create_engine
 from omniq.engines.base import Chunk, Engine, NullEmit, StageInput, StageOutput, StageRequest
 
+#: Of modules whose thinkers run on vLLM, loaded once.
+MARKS_OF_VLLM = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, ("vllm", "torchvision"))),
+        reason="needs vllm and torchvision",
+    ),
+]
 #: What each stage hands on.
 OUTPUTS = ("reply", "codes", "audio")
 TYPES: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tiny_qwen_omni import CODEC, INPUT_RATE
+from tiny_qwen_omni import CODEC, INPUT_RATE, picture, sound
 from tiny_vision import data_url
 
 from omniq.engines.base import StageInput
@@ -20,6 +20,25 @@ from omniq.engines.text import PromptEncoder
 
 ENDS = [CODEC["pad"], CODEC["end"]]
 SEED = 11
+STAGES = ("thinker", "talker", "token2wav")
+WORDS = "a red circle above a blue square"
+#: Parts of a user's turn, by what they are of.
+PROMPTS = {
+    "text": [WORDS],
+    "audio": ["What is it? ", sound(1)],
+    "image": [picture(1), "What is it?"],
+    "several": [sound(2, 0.5), picture(2, 112, 56), "and", sound(3, 2.0), picture(3)],
+}
+
+
+def params(tokens: int = 24, codes: int = 50, **talker: Any) -> dict[str, dict[str, Any]]:
+    """As ``generate`` has them by default, but for the lengths: greedy text, sampled speech."""
+    sampling = {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "repetition_penalty": 1.05}
+    return {
+        "thinker": {"temperature": 0.0, "max_tokens": tokens},
+        "talker": {**sampling, "seed": SEED, "max_tokens": codes, **talker},
+        "token2wav": {"seed": SEED},
+    }
 
 
 def wav(samples: np.ndarray) -> str:

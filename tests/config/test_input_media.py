@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import struct
 import wave
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from omniq.outputs.base import OutputContext
 from omniq.outputs.sound import to_int16
 from omniq.outputs.sound_files import encoded
 from omniq.outputs.video import VideoHandler
-from omniq.settings import get_settings
 
 RATE = 16_000
 PIPELINE = PipelineConfig.model_validate(
@@ -305,28 +303,17 @@ async def test_arrays_of_another_form_are_refused(name: str) -> None:
             await read(frames(13), name, local=True)
 
 
-@pytest.fixture
-def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    def apply(name: str, value: object) -> None:
-        monkeypatch.setenv(name, str(value))
-        get_settings.cache_clear()
-
-    yield apply
-    monkeypatch.undo()
-    get_settings.cache_clear()
-
-
 async def test_settings_bound_what_pipelines_allow(setting: Any) -> None:
-    setting("OMNIQ_MAX_MEDIA_SECONDS", 0.2)
+    setting(max_media_seconds=0.2)
     with pytest.raises(InputTooLarge, match=r"at most 0\.2 s"):
         await read(sound("wav"))
-    setting("OMNIQ_MAX_MEDIA_SECONDS", 60)
-    setting("OMNIQ_MAX_DECODE_SECONDS", 1e-6)
+    setting(max_media_seconds=60)
+    setting(max_decode_seconds=1e-6)
     for name, data in (("audio", sound("wav")), ("video", video())):
         with pytest.raises(InputTooLarge, match="takes longer than 1e-06 s to decode"):
             await read(data, name)
-    setting("OMNIQ_MAX_DECODE_SECONDS", 30)
-    setting("OMNIQ_REDIS_BLOB_MAX_BYTES", 4096 + 32 * 48 * 3 * 5)
+    setting(max_decode_seconds=30)
+    setting(redis_blob_max_bytes=4096 + 32 * 48 * 3 * 5)
     with pytest.raises(InputTooLarge, match="more than 23040 bytes decoded"):
         await read(video(), "video")
 

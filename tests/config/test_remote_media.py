@@ -18,7 +18,6 @@ from test_input_files import PIPELINE, PIXELS, encoded
 from omniq.config import PipelineConfig
 from omniq.errors import ArtifactNotFound, InputTooLarge, InvalidRequest
 from omniq.inputs import InputFile, read_inputs
-from omniq.settings import get_settings
 
 CHAT = PipelineConfig.model_validate(
     {
@@ -109,18 +108,6 @@ def host() -> Iterator[Any]:
     yield f"http://127.0.0.1:{Handler.port}"
     server.shutdown()
     server.server_close()
-
-
-@pytest.fixture
-def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    def apply(**values: Any) -> None:
-        for name, value in values.items():
-            monkeypatch.setenv(f"OMNIQ_{name.upper()}", str(value))
-        get_settings.cache_clear()
-
-    yield apply
-    monkeypatch.undo()
-    get_settings.cache_clear()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -37,7 +37,6 @@ from omniq.engines.omni.families import QWEN2_5, QWEN3, OmniFamily
 from omniq.engines.omni.prompts import MediaPrompts
 from omniq.engines.text import PromptEncoder
 from omniq.errors import InvalidRequest
-from omniq.settings import get_settings
 
 Answer = tuple[list[int], Any, torch.Tensor]
 WORDS = "What is it?"
@@ -305,18 +304,6 @@ def test_a_file_that_was_cut_off_gives_what_it_has(reader: MediaPrompts) -> None
                 assert read(reader, data)
             except InvalidRequest:
                 continue
-
-
-@pytest.fixture
-def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    def apply(**values: Any) -> None:
-        for name, value in values.items():
-            monkeypatch.setenv(f"OMNIQ_{name.upper()}", str(value))
-        get_settings.cache_clear()
-
-    yield apply
-    monkeypatch.undo()
-    get_settings.cache_clear()
 
 
 def test_frames_that_are_not_taken_take_no_memory(reader: MediaPrompts, setting: Any) -> None:

@@ -5,7 +5,6 @@ compared with ``generate`` elsewhere.
 from __future__ import annotations
 
 import base64
-import importlib.util
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 from clips import clip
-from omni_stages import OmniStages
+from omni_stages import MARKS_OF_VLLM, OmniStages
 from qwen_omni_reference import turn
 from tiny_qwen3_omni import make_qwen3_omni
 from tiny_qwen_omni import make_qwen_omni, picture, sound
@@ -23,15 +22,7 @@ from omniq.engines.base import NullEmit, StageInput, StageRequest
 from omniq.engines.omni import reply
 from omniq.errors import InvalidRequest
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(
-        not all(map(importlib.util.find_spec, ("vllm", "torchvision"))),
-        reason="needs vllm and torchvision",
-    ),
-]
+pytestmark = MARKS_OF_VLLM
 
 WORDS = "What is it?"
 MAKERS = {"qwen2.5": make_qwen_omni, "qwen3": make_qwen3_omni}

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from omni_stages import Chunks, OmniStages, omni_stage
-from qwen_omni_reference import SEED, Reference, turn
-from tiny_qwen_omni import SAMPLES_A_CODE, make_qwen_omni, picture, sound
+from qwen_omni_reference import PROMPTS, SEED, STAGES, WORDS, Reference, params, turn
+from tiny_qwen_omni import SAMPLES_A_CODE, make_qwen_omni
 
 from omniq.engines import create_engine
 from omniq.engines.base import Chunk, NullEmit, StageInput, StageRequest
@@ -23,9 +23,6 @@ from omniq.engines.omni import qwen2_5
 from omniq.engines.omni.reply import ReplyPart
 from omniq.engines.omni.windows import Overlap, Sizes, Sound, Window, Windows
 from omniq.errors import ConfigError, EngineError, InvalidRequest
-
-WORDS = "a red circle above a blue square"
-STAGES = ("thinker", "talker", "token2wav")
 
 
 @pytest.fixture(scope="module")
@@ -42,24 +39,6 @@ def reference(folder: Path) -> Reference:
 async def staged(folder: Path) -> AsyncIterator[OmniStages]:
     async with OmniStages.loaded(folder, STAGES) as stages:
         yield stages
-
-
-def params(tokens: int = 24, codes: int = 50, **talker: Any) -> dict[str, dict[str, Any]]:
-    """As ``generate`` has them by default, but for the lengths: greedy text, sampled speech."""
-    sampling = {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "repetition_penalty": 1.05}
-    return {
-        "thinker": {"temperature": 0.0, "max_tokens": tokens},
-        "talker": {**sampling, "seed": SEED, "max_tokens": codes, **talker},
-        "token2wav": {"seed": SEED},
-    }
-
-
-PROMPTS = {
-    "text": [WORDS],
-    "audio": ["What is it? ", sound(1)],
-    "image": [picture(1), "What is it?"],
-    "several": [sound(2, 0.5), picture(2, 112, 56), "and", sound(3, 2.0), picture(3)],
-}
 
 
 @pytest.mark.parametrize("parts", PROMPTS.values(), ids=PROMPTS.keys())

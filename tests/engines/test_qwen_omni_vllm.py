@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,27 +11,17 @@ import pytest
 import pytest_asyncio
 import torch
 from engine_helpers import until
-from omni_stages import Chunks, OmniStages, omni_stage
-from qwen_omni_reference import SEED, Reference, turn
-from tiny_qwen_omni import SAMPLES_A_CODE, make_qwen_omni, picture, sound
+from omni_stages import MARKS_OF_VLLM, Chunks, OmniStages, omni_stage
+from qwen_omni_reference import PROMPTS, STAGES, WORDS, Reference, params, turn
+from tiny_qwen_omni import SAMPLES_A_CODE, make_qwen_omni
 
 from omniq.engines import create_engine
 from omniq.engines.base import NullEmit, StageInput, StageRequest
 from omniq.engines.omni import reply
 from omniq.errors import ConfigError, InvalidRequest
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(
-        not all(map(importlib.util.find_spec, ("vllm", "torchvision"))),
-        reason="needs vllm and torchvision",
-    ),
-]
+pytestmark = MARKS_OF_VLLM
 
-WORDS = "a red circle above a blue square"
-STAGES = ("thinker", "talker", "token2wav")
 ON_VLLM = {"thinker": "omni-thinker-vllm"}
 #: Prompts go in pieces, several requests in a step.
 VLLM_ARGS = {"max_model_len": 1024, "in_process": True, "max_num_batched_tokens": 64}
@@ -59,24 +48,6 @@ async def plain(folder: Path) -> AsyncIterator[OmniStages]:
     """The thinker on transformers."""
     async with OmniStages.loaded(folder, STAGES[:1]) as stages:
         yield stages
-
-
-def params(tokens: int = 24, codes: int = 50, **talker: Any) -> dict[str, dict[str, Any]]:
-    """As ``generate`` has them by default, but for the lengths: greedy text, sampled speech."""
-    sampling = {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "repetition_penalty": 1.05}
-    return {
-        "thinker": {"temperature": 0.0, "max_tokens": tokens},
-        "talker": {**sampling, "seed": SEED, "max_tokens": codes, **talker},
-        "token2wav": {"seed": SEED},
-    }
-
-
-PROMPTS = {
-    "text": [WORDS],
-    "audio": ["What is it? ", sound(1)],
-    "image": [picture(1), "What is it?"],
-    "several": [sound(2, 0.5), picture(2, 112, 56), "and", sound(3, 2.0), picture(3)],
-}
 
 
 async def test_streamed_side_by_side_equals_generate(

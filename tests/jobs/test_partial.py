@@ -292,7 +292,8 @@ async def test_a_stream_whose_reader_is_given_up_keeps_nothing_more(store: JobSt
         streams.close()
 
 
-async def test_a_retry_of_the_dead_letter_makes_a_part_whole(small: None, store: JobStore) -> None:
+async def create_small(store: JobStore) -> JobRecord:
+    """Its text is made by the first stage, its picture by the last."""
     spec = JobSpec(
         id=new_job_id(time.time()),
         pipeline="small",
@@ -302,7 +303,11 @@ async def test_a_retry_of_the_dead_letter_makes_a_part_whole(small: None, store:
         partial={"text": "ar", "image": "decode"},
         created=time.time(),
     )
-    job = await store.create(spec, {"ar": [], "dit": ["ar"], "decode": ["dit"]})
+    return await store.create(spec, {"ar": [], "dit": ["ar"], "decode": ["dit"]})
+
+
+async def test_a_retry_of_the_dead_letter_makes_a_part_whole(small: None, store: JobStore) -> None:
+    job = await create_small(store)
     info = ArtifactInfo(name="text.txt", content_type="text/plain", nbytes=2)
     info.key = await store.put_artifact(job.id, "text.txt", 1, b"hi")
     await run(store, job, "ar", values={"text": "hi"}, artifacts={"text.txt": info},
@@ -331,16 +336,7 @@ async def test_a_retry_that_fails_earlier_costs_nothing_of_what_was_made(
     small: None, store: JobStore
 ) -> None:
     """Its text has been made, and is to be made again for what the failed stage reads."""
-    spec = JobSpec(
-        id=new_job_id(time.time()),
-        pipeline="small",
-        inputs={"prompt": "x"},
-        parameters={},
-        stages=["ar", "dit", "decode"],
-        partial={"text": "ar", "image": "decode"},
-        created=time.time(),
-    )
-    job = await store.create(spec, {"ar": [], "dit": ["ar"], "decode": ["dit"]})
+    job = await create_small(store)
     await run(store, job, "ar", values={"text": "hi"},
               outputs={"o": {"blob": blob(job, "ar").to_fields()}})  # fmt: skip
     await fail(store, job, "dit", "Traceback")
