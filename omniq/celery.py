@@ -14,6 +14,7 @@ from celery import Celery
 from kombu.utils.objects import cached_property
 
 from omniq import keys
+from omniq.redis_client import CONNECT_TIMEOUT
 from omniq.settings import Settings, get_settings
 
 if TYPE_CHECKING:
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 PRIORITIES = range(10)
 #: kombu's mark between a queue's name and a priority above 0.
 PRIORITY_SEPARATOR = "\x06\x16"
-#: What a publisher waits for a connection, and then for each answer, in seconds.
-CONNECT_TIMEOUT = 1.0
+#: What a publisher waits for each answer, in seconds.
 SOCKET_TIMEOUT = 5.0
 
 _CACHED = ("amqp", "control", "events")

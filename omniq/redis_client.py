@@ -26,7 +26,8 @@ from omniq.settings import get_settings
 Client: TypeAlias = Any
 
 COMMAND_TIMEOUT = 2.0
-CONNECT_TIMEOUT = 1.0
+#: As long: a process that gets no processor for a second connects late to a server that is there.
+CONNECT_TIMEOUT = COMMAND_TIMEOUT
 #: Every waiting client holds a connection; redis-py's own bound of 100 would refuse the next one.
 MAX_CONNECTIONS = 10_000
 UNAVAILABLE = (

@@ -136,7 +136,9 @@ class Line:
                     self._on_refused(exc)
             greeted = True
         except TimeoutError as exc:  # an OSError, too
-            raise exceptions.TimeoutError("the broker did not take the connection in time") from exc
+            raise exceptions.TimeoutError(
+                f"the broker did not take the connection within {self._connect_timeout:g} s"
+            ) from exc
         except OSError as exc:
             raise exceptions.ConnectionError(f"no connection to the broker: {exc}") from exc
         finally:
