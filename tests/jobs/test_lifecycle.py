@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import redis.asyncio
+from omniq_workers.cancel import Cancellation
 
 from omniq import keys
 from omniq.blobs.base import BlobRef
@@ -151,10 +152,62 @@ async def test_cancelling_a_running_job_waits_until_it_has_stopped(
         message = await pubsub.get_message(timeout=5)
     assert message["data"] == job.id.encode()
     assert not await store.progress(job.id, "a", grant.fence, 1, 2)
-    assert not await finish(store, job, "a", grant.fence)
+    assert (await store.get(job.id)).state is JobState.CANCELLING
     assert await store.stop_stage(job.id, "a", grant.fence)
     assert (await store.get(job.id)).state is JobState.CANCELLED
     assert (await types(store, job))[-2:] == ["job.cancelling", "job.cancelled"]
+
+
+async def test_a_run_that_ends_before_it_hears_of_the_cancellation_ends_the_job(
+    store: JobStore,
+) -> None:
+    """Its worker forgets it: nobody would be left who says that it has stopped."""
+    job = await create(store, DIAMOND)
+    await run(store, job, "a")
+    left, right = await begin(store, job, "b"), await begin(store, job, "c")
+    assert (await store.cancel(job.id)).state is JobState.CANCELLING
+    assert not await finish(store, job, "b", left.fence, values={"text": "too late"})
+    record = await store.get(job.id)
+    assert record.state is JobState.CANCELLING, "the other one has still to stop"
+    assert (record.stages["b"].state, record.values) == (StageState.CANCELLED, {})
+    assert not await finish(store, job, "c", right.fence)
+    assert (await store.get(job.id)).state is JobState.CANCELLED
+
+
+async def test_the_end_of_a_job_stops_its_other_runs_and_no_later_ones(
+    store: JobStore, aredis: redis.asyncio.Redis
+) -> None:
+    """Who hears of it late must not stop the run of a dead letter that is tried again."""
+    job = await create(store, DIAMOND)
+    await run(store, job, "a")
+    left, right = await begin(store, job, "b"), await begin(store, job, "c")
+    async with aredis.pubsub() as pubsub:
+        await pubsub.subscribe(keys.cancel_channel())
+        assert (await pubsub.get_message(timeout=5))["type"] == "subscribe"
+        error = {"code": "engine_error", "message": "oops"}
+        assert await store.fail_stage(job.id, "b", left.fence, error, "Traceback")
+        message = await pubsub.get_message(timeout=5)
+        assert message["data"] == f"{job.id} c {right.fence}".encode()
+        assert await pubsub.get_message(timeout=0.2) is None, "the others have no run"
+    told = Cancellation.parse(message["data"].decode())
+    assert told.means(job.id, "c", right.fence)
+    assert not told.means(job.id, "c", right.fence + 1)
+    assert not told.means(job.id, "b", left.fence)
+    assert Cancellation.parse(job.id).means(job.id, "b", left.fence)
+
+
+async def test_many_blobs_are_freed_with_their_job(store: JobStore) -> None:
+    """A script can name no more than some thousands; the list of garbage has them all."""
+    job = await create(store, {"a": []})
+    grant = await begin(store, job, "a")
+    refs = [
+        BlobRef(id=f"{job.id}.a.1.x.{i}", store="shm", host="h1", nbytes=8, place=f"e.{i}.1")
+        for i in range(9000)
+    ]
+    await store.redis.sadd(keys.job_blobs(job.id), *(ref.to_json() for ref in refs))
+    done = await store.finish_stage(job.id, "a", grant.fence, StageResult(), host="h1")
+    assert done and 0 < len(done.garbage) < 8000
+    assert await store.redis.scard(keys.host_garbage("h1")) == len(refs)
 
 
 async def test_cancelling_with_a_dead_worker_ends_with_the_redelivery(store: JobStore) -> None:

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from omniq_workers.run import Run
 from omniq_workers.stage_io import StageIO
-from omniq_workers.stage_run import Run
 
 from omniq.blobs import BlobRouter, host_identity
 from omniq.config import get_pipeline

@@ -15,7 +15,7 @@ from omniq_workers.channel import Item
 from omniq_workers.outage import through_outages
 
 if TYPE_CHECKING:
-    from omniq_workers.stage_run import Run
+    from omniq_workers.run import Run
 
 
 class Pieces:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from omniq.blobs import BlobRouter
-    from omniq_workers.stage_run import Run
+    from omniq_workers.run import Run
 
 logger = get_logger(__name__)
 

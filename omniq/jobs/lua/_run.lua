@@ -41,8 +41,7 @@ local function begin_run(stage, worker, redelivered, most)
 
   if state == 'cancelling' and st == 'running' and redelivered == '1' then
     -- Its run died before it could say that it stopped.
-    sset(stage, 'state', 'cancelled')
-    if not any_stage('running') then finalise('cancelled') end
+    end_cancelled(stage)
     return {'stop', fence, 0, '', '{}', get('state')}
   end
   if FINAL[state] or state == 'cancelling' then return {'stop', fence, 0, '', '{}', state} end

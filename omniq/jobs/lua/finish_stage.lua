@@ -1,6 +1,7 @@
 -- A run has its outputs: write them once and send what follows; end the job with its last stage.
 -- Returns {1, 1 if the caller's room for another message is known now or else 0, blob refs on the
--- caller's host that nobody needs any more...}, or {0, 0} if refused.
+-- caller's host that nobody needs any more...}, or {0, 0} if refused: the job is being cancelled, which
+-- the run's end then completes, or the run is not the one that may write.
 -- ARGV: stage, fence, outputs JSON, metrics JSON, list of blob refs (JSON strings),
 -- values {name: JSON string}, artifacts {name: JSON string}, the caller's host, list of refs that it
 -- has freed since the last time, tag of the run's own message if that is done with by this or else
@@ -12,7 +13,13 @@ HOST = ARGV[8]
 if ARGV[9] ~= '[]' then redis.call('SREM', garbage(HOST), unpack(cjson.decode(ARGV[9]))) end
 even_if_full()
 fetch('state', 'order', 'up', 'partial', stage .. '|state', stage .. '|fence')
-if get('state') ~= 'running' or not current(stage, ARGV[2]) then return {0, 0} end
+local state = get('state')
+if not state or FINAL[state] or not current(stage, ARGV[2]) then return {0, 0} end
+if state == 'cancelling' then
+  -- The run has ended without having heard of it: nobody is left who could say that it has stopped.
+  end_cancelled(stage)
+  return {0, 0}
+end
 local t = now()
 local record = {stage .. '|state', 'succeeded', stage .. '|outputs', ARGV[3],
                 stage .. '|metrics', ARGV[4], stage .. '|finished', t}
