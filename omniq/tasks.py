@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from hashlib import sha256
 from typing import Any, Protocol
 
+import orjson
 from celery import Task
 from celery.exceptions import Reject, Retry
 
@@ -20,6 +22,7 @@ SUBMIT = "omniq.submit"
 CANCEL = "omniq.cancel"
 #: Header of a message that is tried again: seconds to wait.
 DELAY = "omniq_delay"
+TOLERANT = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
 
 
 class Flight(Protocol):
@@ -114,8 +117,9 @@ async def run_stage(
     return await runner.run(job, stage)
 
 
-@app.task(base=EngineTask, name=SUBMIT)
+@app.task(base=EngineTask, name=SUBMIT, bind=True)
 async def submit_job(
+    self: EngineTask,
     pipeline: str,
     *,
     inputs: dict[str, Any] | None = None,
@@ -126,7 +130,8 @@ async def submit_job(
     metadata: dict[str, str] | None = None,
     idempotency_key: str | None = None,
 ) -> dict[str, Any]:
-    """Start a job; ``prompt`` is short for ``inputs={"prompt": ...}``.
+    """Start a job; ``prompt`` is short for ``inputs={"prompt": ...}``. A task that is delivered
+    again, because its worker died, starts no second one.
 
     Returns:
         ``{"id", "pipeline", "state", "stages"}``.
@@ -142,6 +147,11 @@ async def submit_job(
         if inputs is not None and "prompt" in inputs:
             raise InvalidRequest("prompt: given twice, also in inputs")
         inputs = {**(inputs or {}), "prompt": prompt}
+    flight = current_flight.get(None)
+    task = self.request.id if flight is None else flight.id
+    if idempotency_key is None and task is not None:
+        asked = [task, pipeline, inputs, parameters, priority, timeout, metadata]
+        idempotency_key = f"task-{sha256(orjson.dumps(asked, option=TOLERANT)).hexdigest()}"
     store = JobStore.from_settings()
     try:
         record = await submit(

@@ -507,6 +507,15 @@ class JobStore:
                 await pipe.execute()
         return key
 
+    async def drop_artifacts(self, job_id: str, names: Sequence[str]) -> None:
+        """Delete result files by their keys, which no record names."""
+        if names:
+            with broker_errors():
+                async with self.redis.pipeline(transaction=False) as pipe:
+                    pipe.unlink(*names)
+                    pipe.srem(keys.job_files(job_id), *names)
+                    await pipe.execute()
+
     async def get_artifact(self, job_id: str, name: str) -> tuple[bytes, ArtifactInfo]:
         """Bytes and description of one result file.
 

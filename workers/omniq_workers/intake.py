@@ -129,11 +129,23 @@ class Intake:
         await self._line.subscribe(keys.hand_channel(member))
         if not self._line.connected:
             raise ConnectionError("the connection to the broker has ended")
-        if self._left:
-            await self._line.ask("ZREM", self.waiting, self._left)
+        await self._clear_places()
         self._left = self._member = member
         self._known, self._asked, self._told = 0, False, True
         self._look_again()
+
+    async def _clear_places(self) -> None:
+        """Remove the places of connections that are gone: one without room is nobody else's to
+        find (``who_waits``), and those of the dead would stay for ever. One that only stood still
+        takes another.
+        """
+        gone = [self._left] if self._left else []
+        for place in await self._line.ask("ZRANGE", self.waiting, 0, -1):
+            member = place.decode()
+            if not await self._line.ask("EXISTS", keys.hears(member)):
+                gone.append(member)
+        if gone:
+            await self._line.ask("ZREM", self.waiting, *gone)
 
     def consume(self, lists: Sequence[str]) -> None:
         """Take messages off these lists from now on, the first ones first."""

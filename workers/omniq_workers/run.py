@@ -30,6 +30,8 @@ class Run:
     lost: bool = False
     """Released already, because a stage before that streams to it has to run again."""
     blobs: list[BlobRef] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    """Keys of the result files that it has written."""
     ending: Ending | None = None
     """Set once the record has been asked to take the outputs."""
 

@@ -285,7 +285,7 @@ class StageRunner:
         ending = run.ending = _ending(run, result)
         if not await through_outage(lambda again: self._finish(run, result, ending, again)):
             logger.info("job %s stage %s: the outcome is no longer wanted", *run.key[:2])
-            await self._io.free(run.blobs)
+            await self._io.drop(run)
             raise Ignore("no longer wanted")
         await win.drained()
         seconds = time.monotonic() - run.flight.started
@@ -371,7 +371,7 @@ class StageRunner:
 
     async def _cancelled(self, run: Run) -> None:
         """The run has stopped; record why, and raise what Celery shall see, if not the cancel."""
-        await self._io.free(run.blobs)
+        await self._io.drop(run)
         why = run.flight.stopped
         if run.unwanted or why is Stop.REVOKED:
             await through_outage(lambda _: self._store.stop_stage(*run.key))
@@ -395,7 +395,7 @@ class StageRunner:
         """Record a failure; returns what Celery shall see."""
         if isinstance(exc, Ignore | BrokerUnavailable):
             return exc
-        await self._io.free(run.blobs)
+        await self._io.drop(run)
         if isinstance(exc, EngineDead):
             return self._engine_died(run, exc)
         error = exc.to_dict() if isinstance(exc, OmniqError) else _internal(exc)
