@@ -84,6 +84,12 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(
         32 << 20, gt=0, description="Largest request body the API reads; more is answered 413."
     )
+    body_timeout: float = Field(
+        300.0,
+        gt=0,
+        description="Within so long a request's body must have come whole; else it is answered "
+        "408.",
+    )
 
     max_input_bytes: int = Field(
         32 << 20, gt=0, description="Largest file among a request's inputs."

@@ -22,8 +22,7 @@ from omniq import tenants
 from omniq.errors import BrokerUnavailable
 from omniq.jobs.admission import Share, Usage
 from omniq.tenants import TenantKey, TenantKeys
-from omniq_api.openai_compat.faults import INVALID, error_body
-from omniq_api.problems import omniq_problem, problem_response
+from omniq_api.problems import omniq_problem, openai_member, problem_response
 
 PROTECTED = "/v1"
 TRUST = 1.0
@@ -157,8 +156,7 @@ def _unauthorized(scope: Scope) -> Response:
         "invalid_api_key",
         message,
         headers={"www-authenticate": "Bearer"},
-        # One document for both kinds of client: OpenAI's look for `error`.
-        members=error_body(message, INVALID, code="invalid_api_key"),
+        members=openai_member(message, "invalid_api_key"),
     )
 
 

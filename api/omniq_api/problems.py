@@ -16,6 +16,7 @@ from fastapi.exceptions import HTTPException, RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omniq import errors
@@ -27,6 +28,8 @@ TYPE_PREFIX = "urn:omniq:problem:"
 RETRY_AFTER = "1"
 MAX_FAULTS = 50
 MAX_TEXT = 500
+INVALID = "invalid_request_error"
+"""OpenAI's name of what is the client's fault."""
 
 Fault = dict[str, str]
 
@@ -174,13 +177,39 @@ def http_problem(request: Request, exc: StarletteHTTPException) -> Response:
             members=exc.members,
         )
     code = _title(exc.status_code).lower().replace(" ", "_").replace("-", "_")
-    detail = str(exc.detail)
+    detail, headers = str(exc.detail), dict(exc.headers or {})
     if exc.status_code == 404:
         detail = f"no route {_path(request)}; see /docs"
     elif exc.status_code == 405:
-        allowed = (exc.headers or {}).get("Allow", "")
+        headers["Allow"] = allowed = ", ".join(_methods(request))
         detail = f"{request.method} is not allowed here; allowed: {allowed}"
-    return problem_response(request, exc.status_code, code, detail, headers=exc.headers)
+    return problem_response(
+        request,
+        exc.status_code,
+        code,
+        detail,
+        headers=headers,
+        members=openai_member(_short(detail), code),
+    )
+
+
+def openai_member(message: str, code: str) -> dict[str, Any]:
+    """An extension member where nobody knows whether the client is one of OpenAI's API: those look
+    for ``error``.
+    """
+    return {"error": {"message": message, "type": INVALID, "param": None, "code": code}}
+
+
+def _methods(request: Request) -> list[str]:
+    """All methods that the path has."""
+    scope = request.scope
+    found = {
+        method
+        for route in request.app.router.routes
+        for method in ("GET", "POST", "PUT", "PATCH", "DELETE")
+        if route.matches({**scope, "method": method})[0] is Match.FULL
+    }
+    return sorted(found | ({"HEAD"} if "GET" in found else set()))
 
 
 def validation_problem(request: Request, exc: RequestValidationError) -> Response:

@@ -84,11 +84,18 @@ def _text_fault(spec: InputConfig, value: Any) -> str | None:
         return f"must have {spec.min_length} to {longest} characters, has {len(value)}"
     if spec.min_length and not value.strip():
         return "must not be blank"
-    try:
-        value.encode()
-    except UnicodeEncodeError:
+    if not is_unicode(value):
         return "must be valid Unicode (it holds a lone surrogate)"
     return None
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be written: it holds no lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _messages_fault(spec: InputConfig, value: Any) -> str | None:

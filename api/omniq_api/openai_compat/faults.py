@@ -13,10 +13,15 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from omniq.errors import OmniqError
-from omniq_api.problems import http_problem, incident, omniq_problem, validation_problem
+from omniq_api.problems import (
+    INVALID,
+    http_problem,
+    incident,
+    omniq_problem,
+    validation_problem,
+)
 from omniq_api.strict_json import StrictJSONRoute
 
-INVALID = "invalid_request_error"
 SERVER = "server_error"
 TOO_MANY = "rate_limit_error"
 SERVICES = "omniq.services"
