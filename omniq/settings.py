@@ -270,6 +270,8 @@ class Settings(BaseSettings):
         schemes = ("redis://", "rediss://", "redis+socket://")
         if value is not None and not value.startswith(schemes):
             raise ValueError(f"must start with one of {', '.join(schemes)}")
+        if value is not None:
+            _check_url(value)
         return value
 
     @property
@@ -304,6 +306,19 @@ class Settings(BaseSettings):
         parts = urlsplit(url)
         given = dict(parse_qsl(parts.query, keep_blank_values=True))
         return urlunsplit(parts._replace(query=urlencode({**more, **given})))
+
+
+def _check_url(url: str) -> None:
+    """Raise ValueError for what redis-py would stumble over at its first command."""
+    parts = urlsplit(url)
+    if parts.scheme == "redis+socket":
+        return
+    _ = parts.port  # raises what is wrong with it
+    if not parts.hostname:
+        raise ValueError("must name a host")
+    database = parts.path.strip("/")
+    if database and not (database.isascii() and database.isdigit()):
+        raise ValueError(f"must end with the number of a database, not {database!r}")
 
 
 def _redis_spelling(url: str) -> str:

@@ -20,6 +20,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omniq import errors
+from omniq.config.request import is_form
 
 logger = logging.getLogger("omniq.api")
 
@@ -224,6 +225,8 @@ def validation_problem(request: Request, exc: RequestValidationError) -> Respons
             f"the body is not valid JSON: {reason}",
             faults=[{"field": "body", "message": reason}],
         )
+    # Of the forms that a field may have, the one whose type was right tells more.
+    found = sorted(found, key=lambda e: _is_of_a_form(e) and e["type"].endswith("_type"))
     faults = [_fault(e) for e in found]
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     detail = f"{faults[0]['field']}: {faults[0]['message']}{more}"
@@ -234,12 +237,17 @@ def _fault(error: dict[str, Any]) -> Fault:
     where, *path = error["loc"]
     if path and path[-1] == "[key]":
         path.pop()
+    path = [part for part in path if not is_form(part)]
     field = ".".join(str(part) for part in path) or str(where)
     if where == "header":
         field = "-".join(part.capitalize() for part in field.split("-"))
     messages = {"extra_forbidden": "unknown field", "missing": "required, but missing"}
     message = messages.get(error["type"], error["msg"]).removeprefix("Value error, ")
     return {"field": field, "message": message}
+
+
+def _is_of_a_form(error: Any) -> bool:
+    return any(map(is_form, error["loc"]))
 
 
 class IncidentMiddleware:

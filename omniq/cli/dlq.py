@@ -6,7 +6,7 @@ import time
 
 import click
 
-from omniq.cli.options import echo_json, echo_table, json_option, with_store
+from omniq.cli.options import Id, echo_json, echo_table, json_option, with_store
 from omniq.jobs.dead import DeadLetter, DeadLetters
 from omniq.jobs.store import JobStore
 
@@ -29,7 +29,7 @@ def list_letters(limit: int, as_json: bool) -> None:
 
 
 @dlq.command()
-@click.argument("letter_id")
+@click.argument("letter_id", type=Id())
 @json_option
 def show(letter_id: str, as_json: bool) -> None:
     """One dead letter: why, where, its traceback, the keys of what its stage read."""
@@ -51,7 +51,7 @@ def show(letter_id: str, as_json: bool) -> None:
 
 
 @dlq.command()
-@click.argument("letter_ids", nargs=-1, required=True)
+@click.argument("letter_ids", type=Id(), nargs=-1, required=True)
 def retry(letter_ids: tuple[str, ...]) -> None:
     """Try jobs again: from the stage that failed, or from before it if what it reads is gone."""
 
@@ -64,7 +64,7 @@ def retry(letter_ids: tuple[str, ...]) -> None:
 
 
 @dlq.command()
-@click.argument("letter_ids", nargs=-1, required=True)
+@click.argument("letter_ids", type=Id(), nargs=-1, required=True)
 def drop(letter_ids: tuple[str, ...]) -> None:
     """Give dead letters up."""
 

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from omniq.cli.options import echo_json, echo_table, json_option, with_store
+from omniq.cli.options import Id, echo_json, echo_table, json_option, with_store
 from omniq.jobs.model import JobEvent, JobRecord, JobState
 from omniq.jobs.store import JobStore
 
@@ -42,7 +42,7 @@ def list_jobs(states: tuple[str, ...], pipeline: str | None, limit: int, as_json
 
 
 @jobs.command()
-@click.argument("job_id")
+@click.argument("job_id", type=Id())
 @json_option
 def show(job_id: str, as_json: bool) -> None:
     """One job: state, stages with times, results, error."""
@@ -50,7 +50,7 @@ def show(job_id: str, as_json: bool) -> None:
 
 
 @jobs.command()
-@click.argument("job_id")
+@click.argument("job_id", type=Id())
 @json_option
 def cancel(job_id: str, as_json: bool) -> None:
     """Ask a job to stop; one that has ended stays as it is."""
@@ -58,7 +58,7 @@ def cancel(job_id: str, as_json: bool) -> None:
 
 
 @jobs.command()
-@click.argument("job_id")
+@click.argument("job_id", type=Id())
 @click.option("--follow", "-f", is_flag=True, help="Go on until the job has ended.")
 @json_option
 def events(job_id: str, follow: bool, as_json: bool) -> None:

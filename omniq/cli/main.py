@@ -109,7 +109,8 @@ def _settings_faults(exc: Any) -> str:
     if not hasattr(exc, "errors"):
         return str(exc)
     return "\n".join(
-        f"OMNIQ_{'.'.join(str(p) for p in e['loc']).upper()}: {e['msg']} (got {e['input']!r})"
+        f"OMNIQ_{'.'.join(str(p) for p in e['loc']).upper()}: "
+        f"{e['msg'].removeprefix('Value error, ')} (got {e['input']!r})"
         for e in exc.errors(include_url=False)
     )
 

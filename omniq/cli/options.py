@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import click
 
+from omniq.config.request import is_unicode
 from omniq.jobs.store import JobStore
 from omniq.settings import get_settings
 
@@ -20,6 +22,36 @@ pipeline_option = click.option(
     show_default="OMNIQ_DEFAULT_PIPELINE",
     help="Name of the pipeline.",
 )
+
+
+class Seconds(click.FloatRange):
+    """A finite number of seconds from 0."""
+
+    name = "seconds"
+
+    def __init__(self) -> None:
+        super().__init__(min=0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click."""
+        found: float = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return found
+
+
+class Id(click.ParamType):
+    """An id as the broker can be asked for it."""
+
+    name = "id"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """See click."""
+        if not is_unicode(str(value)):
+            self.fail("must be valid Unicode", param, ctx)
+        return str(value)
+
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 

@@ -33,6 +33,18 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def read_yaml(text: str, origin: str) -> Any:
+    """What a YAML text says.
+
+    Raises:
+        ConfigError: it is none, or holds what YAML's types cannot, such as a 13th month.
+    """
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:
+        raise ConfigError(f"{origin}: not valid YAML: {exc}") from exc
+
+
 def load_pipeline(path: Path) -> PipelineConfig:
     """Read one pipeline file.
 

@@ -215,7 +215,7 @@ def _check_stage(
                 faults[""] = _fault(where, "a parameter's name must be valid Unicode")
                 continue
             name = str(error["loc"][0])
-            place = ".".join(str(part) for part in error["loc"][1:] if not _is_form(part))
+            place = ".".join(str(part) for part in error["loc"][1:] if not is_form(part))
             message = f"{place}: {error['msg'].removeprefix('Value error, ')}".lstrip(": ")
             if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
                 message = f"unknown parameter; allowed: {', '.join(model.model_fields)}"
@@ -226,9 +226,9 @@ def _check_stage(
     return complete, list(faults.values())
 
 
-def _is_form(part: int | str) -> bool:
+def is_form(part: int | str) -> bool:
     """Whether a part of an error's place is pydantic's name for one of several allowed types."""
-    return part == "str" or str(part).startswith(("constrained-", "list[", "dict["))
+    return part == "str" or str(part).startswith(("constrained-", "function-", "list[", "dict["))
 
 
 def _fault(field: str, message: str) -> Fault:

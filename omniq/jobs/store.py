@@ -6,16 +6,18 @@ and watched; what workers say of their runs of stages is in :mod:`omniq.jobs.sta
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
 import math
 from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from omniq import keys
 from omniq.errors import (
     ArtifactNotFound,
+    BrokerUnavailable,
     IdempotencyConflict,
     InvalidRequest,
     JobGone,
@@ -44,6 +46,8 @@ from omniq.settings import get_settings
 logger = logging.getLogger(__name__)
 
 PAGE = 200
+LATE = 0.05
+"""Seconds behind a deadline: this host knows the server's clock to some milliseconds."""
 
 
 class JobStore(StageRuns):
@@ -361,8 +365,8 @@ class JobStore(StageRuns):
     ) -> AsyncGenerator[JobEvent | None]:
         """Events behind stream id ``after``, then live ones, up to the final event.
 
-        Yields None after every ``block`` seconds of silence, so that a server can write heartbeats;
-        and then a job that nobody has begun before its deadline expires.
+        Yields None after every ``block`` seconds of silence, so that a server can write heartbeats.
+        A job that nobody has begun before its deadline expires then, as it is watched.
         All watchers of a store share one connection (:mod:`omniq.jobs.watch`). When the broker
         goes, they end with :class:`~omniq.errors.BrokerUnavailable` and may go on from their last
         id once it is back.
@@ -373,11 +377,26 @@ class JobStore(StageRuns):
         """
         if self.share.tenant:
             await self.get(job_id)
-        async with aclosing(self._watching.events(job_id, after, block=block)) as events:
-            async for event in events:
-                yield event
-                if event is None:
-                    await self._expire(job_id)
+        with broker_errors():
+            deadline = await self.redis.hget(keys.job(job_id), "deadline")
+        expiry = None
+        if deadline is not None:
+            expiry = asyncio.create_task(self._expire_at(job_id, float(deadline)))
+        try:
+            async with aclosing(self._watching.events(job_id, after, block=block)) as events:
+                async for event in events:
+                    yield event
+                    if event is None:
+                        await self._expire(job_id)
+        finally:
+            if expiry is not None:
+                expiry.cancel()
+
+    async def _expire_at(self, job_id: str, deadline: float) -> None:
+        """Look at the job when its deadline has passed; whoever else looks later finds it ended."""
+        with suppress(BrokerUnavailable):
+            await asyncio.sleep(max(0.0, await self._left(deadline)) + LATE)
+            await self._expire(job_id)
 
     async def wait(self, job_id: str, timeout: float | None = None) -> JobRecord:
         """The record once the job has ended, or as it is after ``timeout`` seconds.

@@ -67,7 +67,10 @@ class Webhook(BaseModel):
         except ValidationError as exc:
             found = exc.errors(include_url=False, include_input=False)
             faults = [
-                {"field": ".".join(map(str, ("webhook", *e["loc"]))), "message": e["msg"]}
+                {
+                    "field": ".".join(map(str, ("webhook", *e["loc"]))),
+                    "message": e["msg"].removeprefix("Value error, "),
+                }
                 for e in found
             ]
             first = faults[0]

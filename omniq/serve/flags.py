@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import yaml
-
+from omniq.config.loader import read_yaml
 from omniq.engines.registry import vllm_installed
 from omniq.engines.text import is_template
 from omniq.engines.vllm import contract
@@ -267,7 +266,7 @@ def _given(parsers: _Parsers, args: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"omniq serve: {exc}") from exc
     given = {n: v for n, v in found.items() if n != "subparser"}
     return {
-        name: _as_written(raw[name]) if name in raw and not _plain(value) else value
+        name: read_yaml(raw[name], _flag(name)) if name in raw and not _plain(value) else value
         for name, value in given.items()
     }
 
@@ -282,10 +281,6 @@ def _noting(dest: str, convert: Any, raw: dict[str, Any]) -> Callable[[str], Any
     # argparse names the type in its errors.
     noting.__name__ = getattr(convert, "__name__", repr(convert))
     return noting
-
-
-def _as_written(text: str) -> Any:
-    return yaml.safe_load(text)
 
 
 def _json(name: str, value: Any) -> Any:

@@ -19,8 +19,8 @@ from omniq.config import available_pipelines
 from omniq.jobs.admission import Share
 from omniq.jobs.model import JobState, StageResult
 from omniq.jobs.store import JobStore
-from omniq.serve.command import pipeline_yaml
 from omniq.serve.flags import ServeFlags
+from omniq.serve.pipeline_file import pipeline_yaml
 from omniq.serve.target import resolve_model
 from omniq.settings import get_settings
 from omniq.tenants import TenantKeys

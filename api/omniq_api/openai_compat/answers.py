@@ -55,7 +55,8 @@ def failure(record: JobRecord, submission: Submission) -> OpenAIError:
     message = str(error.get("message") or f"the job was {record.state}")
     if error.get("code") == InvalidRequest.code:
         # What only the engine could find wrong with the request is still the request's fault.
-        return refused(message, (error.get("details") or {}).get("fields") or [], submission)
+        fields = (error.get("details") or {}).get("fields") or []
+        return refused(message, fields, submission, InvalidRequest.code)
     return OpenAIError(
         FAILED_STATUS[record.state], message, kind=SERVER, code=str(error.get("code") or "") or None
     )

@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from omniq.errors import OmniqError
+from omniq.errors import InvalidRequest, OmniqError
 from omniq_api.problems import (
     INVALID,
     http_problem,
@@ -66,6 +66,8 @@ class OpenAIError(HTTPException):
         param: str | None = None,
     ) -> None:
         super().__init__(status, message)
+        if code is None and status == 400:
+            code = InvalidRequest.code
         self.body = error_body(message, kind or _kind(status), code=code, param=param)
 
 
