@@ -92,6 +92,17 @@ def checked_request(
     return ValidRequest(fields, timeout)
 
 
+def merged(parameters: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters as one mapping; ``more`` wins.
+
+    Raises:
+        InvalidRequest: the first is no mapping.
+    """
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise refused("parameters", f"must be a mapping, not {type(parameters).__name__}")
+    return {**(parameters or {}), **more}
+
+
 def refused(field: str, message: str, *, got: Any = None) -> InvalidRequest:
     """The error for one faulty field; ``got`` is shown unless it is None."""
     shown = "" if got is None else f"; got {got!r}"

@@ -114,12 +114,13 @@ class GuardedProtocol(HttpToolsProtocol):
         """Close the connection, with an answer if none is on its way."""
         if self.transport.is_closing():
             return
-        if self._is_idle and self._loose:
+        if not self._is_idle:
+            self.transport.abort()
+            return
+        if self._loose:
             head = b"HTTP/1.1 %b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
             self.transport.write(head % status)
-            self.transport.close()
-        else:
-            self.transport.abort()
+        self.transport.close()
 
     def _watch_reader(self) -> None:
         self._unsent = self.transport.get_write_buffer_size()

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omniq import tenants
-from omniq.errors import BrokerUnavailable
+from omniq.errors import BrokerUnavailable, NotReady
 from omniq.jobs.admission import Share, Usage
 from omniq.tenants import TenantKey, TenantKeys
 from omniq_api.problems import omniq_problem, openai_member, problem_response
@@ -129,7 +129,7 @@ class ApiKeyMiddleware:
                     return None
             if not self._required and not await self._known.closed(found):
                 return None
-        except BrokerUnavailable as exc:
+        except (BrokerUnavailable, NotReady) as exc:
             if self._required or key:
                 return omniq_problem(Request(scope), exc)
             # Nothing of a job can be read without a broker.

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from omniq.cli.options import Id, echo_json, echo_table, json_option, with_store
+from omniq.cli.options import Id, echo, echo_json, echo_table, json_option, with_store
 from omniq.jobs.dead import DeadLetter, DeadLetters
 from omniq.jobs.store import JobStore
 
@@ -37,17 +37,17 @@ def show(letter_id: str, as_json: bool) -> None:
     if as_json:
         echo_json(letter.model_dump(mode="json"))
         return
-    click.echo(f"{letter.id}  {letter.reason}: {letter.message}")
+    echo(f"{letter.id}  {letter.reason}: {letter.message}")
     if letter.kind == "message":
         return
-    click.echo(f"stage {letter.stage} of {letter.pipeline}, last run by {letter.worker}")
-    click.echo(f"attempts {letter.attempts}, deliveries {letter.deliveries}")
+    echo(f"stage {letter.stage} of {letter.pipeline}, last run by {letter.worker}")
+    echo(f"attempts {letter.attempts}, deliveries {letter.deliveries}")
     for name, key in letter.inputs.items():
-        click.echo(f"input {name}: {key}")
+        echo(f"input {name}: {key}")
     resumes = ", ".join(letter.resumes_at) or "nowhere: its pipeline is not configured here"
-    click.echo(f"a retry begins at {resumes}")
+    echo(f"a retry begins at {resumes}")
     if letter.traceback:
-        click.echo(letter.traceback)
+        echo(letter.traceback)
 
 
 @dlq.command()
@@ -58,7 +58,7 @@ def retry(letter_ids: tuple[str, ...]) -> None:
     async def run(store: JobStore) -> None:
         for letter_id in letter_ids:
             record = await DeadLetters(store).retry(letter_id)
-            click.echo(f"{record.id}  {record.state.value}")
+            echo(f"{record.id}  {record.state.value}")
 
     with_store(run)
 
@@ -71,7 +71,7 @@ def drop(letter_ids: tuple[str, ...]) -> None:
     async def run(store: JobStore) -> None:
         for letter_id in letter_ids:
             await DeadLetters(store).drop(letter_id)
-            click.echo(f"{letter_id}  dropped")
+            echo(f"{letter_id}  dropped")
 
     with_store(run)
 

@@ -68,6 +68,21 @@ def with_store(work: Callable[[JobStore], Awaitable[T]]) -> T:
     return asyncio.run(run())
 
 
+def shown(text: object) -> str:
+    """A text of strangers as a terminal may be given it: control characters, which could move its
+    cursor or write its title, as escapes.
+    """
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "replace").decode()
+        for c in str(text)
+    )
+
+
+def echo(text: object) -> None:
+    """Print a text that may hold what strangers have sent."""
+    click.echo(shown(text))
+
+
 def echo_json(value: Any) -> None:
     """Print indented JSON."""
     click.echo(json.dumps(value, indent=2, default=str))
@@ -75,7 +90,7 @@ def echo_json(value: Any) -> None:
 
 def echo_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print aligned columns."""
-    lines = [list(header), *([str(cell) for cell in row] for row in rows)]
+    lines = [list(header), *([shown(cell) for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))

@@ -14,8 +14,11 @@ from omniq.config import get_pipeline
 from omniq.config.loader import BUILTIN_DIR
 from omniq.config.pipeline import InputConfig, PipelineConfig
 from omniq.config.request import _FAULT, validate_request
-from omniq.errors import InvalidRequest
+from omniq.errors import BrokerUnavailable, InvalidRequest
 from omniq.job_request import checked_request
+from omniq.jobs.store import JobStore
+from omniq.settings import get_settings
+from omniq.submit import submit
 
 PROMPT = {"prompt": "red circle"}
 
@@ -85,6 +88,25 @@ def test_whatever_python_or_celery_give_is_refused_by_name(name: str, value: Any
     with pytest.raises(InvalidRequest) as caught:
         checked_request(get_pipeline("tiny-omni"), **given)
     assert [f["field"] for f in caught.value.fields] == ["input" if name == "inputs" else name]
+
+
+@pytest.mark.parametrize(
+    "more", [{"inputs": {}}, {"priority": 10}, {"idempotency_key": ""}, {"idempotency_key": 5}]
+)
+async def test_a_bad_request_is_refused_before_the_broker_is_asked(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("OMNIQ_BROKER_URL", "redis://127.0.0.1:1/0")  # nobody listens there
+    get_settings.cache_clear()
+    store = JobStore.from_settings()
+    try:
+        with pytest.raises(InvalidRequest):
+            await submit(store, **{"pipeline": "tiny-omni", "inputs": PROMPT, **more})
+        with pytest.raises(BrokerUnavailable):
+            await submit(store, pipeline="tiny-omni", inputs=PROMPT)
+    finally:
+        await store.close()
+        get_settings.cache_clear()
 
 
 @pytest.mark.parametrize(
