@@ -264,6 +264,14 @@ class Settings(BaseSettings):
         "INFO", description="Log level of workers and API."
     )
 
+    @field_validator("api_keys")
+    @classmethod
+    def _can_be_sent(cls, value: list[str]) -> list[str]:
+        # An empty one would be that of everybody who sends none.
+        if any(not key or key != key.strip() for key in value):
+            raise ValueError("must be keys that are not empty, without spaces around them")
+        return value
+
     @field_validator("broker_url", "blob_redis_url")
     @classmethod
     def _known_scheme(cls, value: str | None) -> str | None:

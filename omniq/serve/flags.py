@@ -160,6 +160,8 @@ def parse(args: Sequence[str]) -> ServeFlags:
     port = given.get("port")
     if port is not None and port not in KNOWN_PORTS:
         raise ConfigError(f"--port: must be 1 to 65535; got {port}")
+    if any(not key or key != key.strip() for key in given.get("api_key") or ()):
+        raise ConfigError("--api-key: must not be empty, and have no spaces around it")
     if given.get("gpus", 0) < 0:
         raise ConfigError(f"--gpus: must be 0 or more; got {given['gpus']}")
     accepted = (STAGE_OPTIONS, API_OPTIONS, WITHOUT_EFFECT, OURS, OMNIQS, PARSERS_OWN, IMPLIED)

@@ -108,6 +108,8 @@ def test_wrong_setting_is_one_clear_message() -> None:
         ("OMNIQ_BROKER_URL", "http://:hunter2@h", "must start with one of redis://"),
         ("OMNIQ_BLOB_REDIS_URL", "redis://:hunter2@", "must name a host"),
         ("OMNIQ_MESSAGE_KEYS", '["hunter2"]', "at least 16 characters"),
+        ("OMNIQ_API_KEYS", '["hunter2", ""]', "must be keys that are not empty"),
+        ("OMNIQ_API_KEYS", '[" hunter2"]', "must be keys that are not empty"),
     ],
 )
 def test_a_wrong_secret_is_named_and_not_repeated(
@@ -134,6 +136,7 @@ def test_a_wrong_secret_is_named_and_not_repeated(
         (["wait-ready", "--timeout", "-1"], "is not in the range"),
         (["reconcile", "--grace", "inf"], "is not a number of seconds"),
         (["serve", "tiny-omni", "--stage-overrides", "{a: 2001-99-99}"], "not valid YAML: month"),
+        (["serve", "tiny-omni", "--api-key", ""], "--api-key: must not be empty"),
     ],
 )
 def test_bad_values_of_commands_are_named(args: list[str], message: str) -> None:
