@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,8 @@ from omniq.settings import get_settings
 
 PRIORITIES = range(10)
 DEFAULT_PRIORITY = 5
-MAX_KEY = 255
+#: What a client may call a request by which it is known when it comes again.
+IDEMPOTENCY_KEY = re.compile(r"^[ -~]{1,255}$")
 
 
 async def submit(
@@ -136,8 +138,8 @@ async def submit(
 def _again(
     key: str, part: tuple[int, int], asked: Sequence[Any], webhook: webhooks.Webhook | None
 ) -> Again:
-    if not 1 <= len(key) <= MAX_KEY or not key.isascii() or not key.isprintable():
-        message = f"must be 1 to {MAX_KEY} printable ASCII characters"
+    if not IDEMPOTENCY_KEY.fullmatch(key):
+        message = "must be 1 to 255 printable ASCII characters"
         raise InvalidRequest(
             f"idempotency_key: {message}",
             fields=[{"field": "idempotency_key", "message": message}],

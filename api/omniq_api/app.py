@@ -72,9 +72,8 @@ def create_app() -> FastAPI:
 
     settings = get_settings()
     app.add_middleware(BodyLimitMiddleware, limit=settings.max_body_bytes)
-    app.add_middleware(
-        ApiKeyMiddleware, keys=settings.api_keys, required=settings.api_auth == "required"
-    )
+    required = settings.api_auth == "required"
+    app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys, required=required)
     problems.install(app)
-    openapi.install(app)
+    openapi.install(app, keys=required or bool(settings.api_keys))
     return app

@@ -8,6 +8,7 @@ from contextlib import suppress
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from omniq_api.openai_compat.faults import INVALID, error_body
 from omniq_api.problems import ProblemError, http_problem
 
 LINGER = 1.0
@@ -48,12 +49,15 @@ class BodyLimitMiddleware:
 
     def _too_large(self) -> ProblemError:
         # The rest of the body is not read, so the connection can serve nothing more.
+        message = f"the body may have at most {self.limit} bytes"
         return ProblemError(
             413,
             "body_too_large",
-            f"the body may have at most {self.limit} bytes",
+            message,
             faults=[{"field": "body", "message": f"must have at most {self.limit} bytes"}],
             headers={"connection": "close"},
+            # One document for both kinds of client: OpenAI's look for `error`.
+            **error_body(message, INVALID, code="body_too_large", param="body"),
         )
 
 

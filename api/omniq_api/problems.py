@@ -16,6 +16,7 @@ from fastapi.exceptions import HTTPException, RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omniq import errors
@@ -114,8 +115,10 @@ def _short(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def omniq_problem(request: Request, exc: errors.OmniqError) -> Response:
-    """The problem for one of omniq's own errors."""
+def omniq_problem(
+    request: Request, exc: errors.OmniqError, members: Mapping[str, Any] | None = None
+) -> Response:
+    """The problem for one of omniq's own errors; ``members`` go along with 503."""
     status = next((STATUS[c] for c in type(exc).__mro__ if c in STATUS), 500)
     if status == 500:
         return incident(request, exc)
@@ -137,6 +140,7 @@ def omniq_problem(request: Request, exc: errors.OmniqError) -> Response:
             exc.code,
             UNAVAILABLE_DETAIL,
             headers={"retry-after": RETRY_AFTER},
+            members=members,
         )
     faults = exc.fields if isinstance(exc, errors.InvalidRequest) else ()
     return problem_response(request, status, exc.code, exc.message, faults=faults)
@@ -178,9 +182,19 @@ def http_problem(request: Request, exc: StarletteHTTPException) -> Response:
     if exc.status_code == 404:
         detail = f"no route {_path(request)}; see /docs"
     elif exc.status_code == 405:
-        allowed = (exc.headers or {}).get("Allow", "")
+        allowed = _allowed(request)
         detail = f"{request.method} is not allowed here; allowed: {allowed}"
+        return problem_response(request, 405, code, detail, headers={"allow": allowed})
     return problem_response(request, exc.status_code, code, detail, headers=exc.headers)
+
+
+def _allowed(request: Request) -> str:
+    """The methods of every route of the path; Starlette's own answer has those of the first."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return ", ".join(sorted(found))
 
 
 def validation_problem(request: Request, exc: RequestValidationError) -> Response:

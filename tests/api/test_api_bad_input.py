@@ -222,6 +222,10 @@ async def test_a_body_above_the_cap_is_413(
         assert (found.status, found.code, found.fields) == (413, "body_too_large", ["body"])
     taken = await client.post("/v1/jobs", content=chunked(1000), headers=JSON)
     assert taken.status_code == 202
+    for content in (raw.ljust(1001), chunked(1001)):
+        told = await client.post("/v1/completions", content=content, headers=JSON)
+        assert told.status_code == 413
+        assert told.json()["error"]["code"] == "body_too_large"
 
 
 async def test_an_unknown_route_is_a_404_problem(client: httpx.AsyncClient) -> None:
@@ -253,3 +257,21 @@ async def test_a_wrong_method_is_a_405_problem_that_says_what_is_allowed(
     found = problem(response)
     assert (found.status, found.code) == (405, "method_not_allowed")
     assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/jobs", "GET, POST"),
+        ("/v1/dlq/x", "DELETE, GET"),
+        ("/v1/dlq/x/retry", "POST"),
+        ("/v1/models/a/b", "GET"),
+    ],
+)
+async def test_what_is_allowed_is_all_that_is(
+    client: httpx.AsyncClient, path: str, allowed: str
+) -> None:
+    """Also where a path has several routes."""
+    response = await client.put(path)
+    assert (response.status_code, response.headers["allow"]) == (405, allowed)
+    assert problem(response).detail.endswith(f"allowed: {allowed}")

@@ -16,6 +16,8 @@ from omniq_api.services import Live
 
 MAX_FILENAME = 100
 MAX_AGE = 3600
+#: How a file is described.
+FILE = {"schema": {"type": "string", "format": "binary"}}
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/artifacts", tags=["jobs"])
 
@@ -27,7 +29,7 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/artifacts", tags=["jobs"])
     responses={
         200: {
             "description": "The file's bytes, with its content type.",
-            "content": {"image/png": {"schema": {"type": "string", "format": "binary"}}},
+            "content": {"*/*": FILE},
         },
         304: {"description": "Unchanged since the `ETag` in `If-None-Match`."},
         **problems(404, 409, 410, 503),
