@@ -34,6 +34,8 @@ class Problem(BaseModel):
     errors: list[FieldFault] = Field(default_factory=list, description="Every faulty field.")
 
 
+#: How a file is described.
+FILE = {"schema": {"type": "string", "format": "binary"}}
 SCHEME = "apiKey"
 #: What may be answered before a route is reached; always a problem document.
 BEFORE = (401, 413, 500, 503)

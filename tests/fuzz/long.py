@@ -68,7 +68,7 @@ def main() -> int:
             print(finding, flush=True)
     total, bad = sum(r.inputs for r in reports), sum(len(r.findings) for r in reports)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    print(f"{total} bad inputs, {bad} findings; this process took {peak} MiB at most")
+    print(f"{total} inputs, {bad} findings; this process took {peak} MiB at most")
     return 1 if bad else 0
 
 

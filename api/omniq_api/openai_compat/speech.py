@@ -20,7 +20,7 @@ from omniq_api.openai_compat.mapping import Submission, input_of, submission_of,
 from omniq_api.openai_compat.schemas import SpeechRequest
 from omniq_api.openai_compat.sound_stream import SoundEnded, SoundPiece, SpokenJob, check_writable
 from omniq_api.openai_compat.streaming import EVENTS, Wire, streamed
-from omniq_api.routes.artifacts import FILE
+from omniq_api.openapi import FILE
 from omniq_api.services import Live, idempotent
 
 router = APIRouter(prefix="/audio", route_class=OpenAIRoute)

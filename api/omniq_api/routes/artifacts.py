@@ -9,15 +9,13 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Path, Response
 
 from omniq.jobs.model import ArtifactInfo
-from omniq_api.openapi import problems
+from omniq_api.openapi import FILE, problems
 from omniq_api.problems import ProblemError
 from omniq_api.routes.jobs import JobId
 from omniq_api.services import Live
 
 MAX_FILENAME = 100
 MAX_AGE = 3600
-#: How a file is described.
-FILE = {"schema": {"type": "string", "format": "binary"}}
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/artifacts", tags=["jobs"])
 

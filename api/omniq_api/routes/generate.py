@@ -10,9 +10,9 @@ from omniq.config import get_pipeline
 from omniq.errors import InvalidRequest, JobFailed
 from omniq.jobs.model import JobRecord, JobState
 from omniq_api.negotiation import prefers
-from omniq_api.openapi import problems
+from omniq_api.openapi import FILE, problems
 from omniq_api.problems import RETRY_AFTER, ProblemError
-from omniq_api.routes.artifacts import FILE, artifact_response, first_media
+from omniq_api.routes.artifacts import artifact_response, first_media
 from omniq_api.routes.jobs import JobBody, replay_headers, submit_request
 from omniq_api.schemas import JobView, artifact_url, job_urls, job_view
 from omniq_api.services import Base, IdempotencyKey, Live, Services
