@@ -241,6 +241,14 @@ async def test_odd_paths_are_404(client: httpx.AsyncClient, path: str) -> None:
     assert found.body["instance"].isascii()
 
 
+async def test_a_name_with_a_line_break_is_an_unknown_name(client: httpx.AsyncClient) -> None:
+    """Not an unknown route, whose answer is not the one that is documented there."""
+    model = await client.get("/v1/models/a%0Ab%0A")
+    assert (model.status_code, model.json()["error"]["code"]) == (404, "model_not_found")
+    artifact = problem(await client.get("/v1/jobs/x/artifacts/a%0Ab%0A"))
+    assert (artifact.status, artifact.code) == (404, "job_not_found")
+
+
 @pytest.mark.parametrize("host", ["[", "a b", "x" * 5000, "", "evil.example"])
 async def test_an_odd_host_header_changes_nothing(client: httpx.AsyncClient, host: str) -> None:
     headers = {"host": host}

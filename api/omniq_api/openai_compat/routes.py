@@ -23,6 +23,7 @@ from omniq_api.openai_compat.schemas import ChatRequest, CompletionRequest, Embe
 from omniq_api.openai_compat.sound_stream import SpokenJob
 from omniq_api.openai_compat.stream import JobStream, chat_chunks, completion_chunks
 from omniq_api.openai_compat.streaming import streamed
+from omniq_api.paths import REST
 from omniq_api.services import Live, idempotent
 
 router = APIRouter(prefix="/v1", tags=["openai"], route_class=OpenAIRoute)
@@ -44,7 +45,7 @@ async def list_models() -> dict[str, Any]:
 
 
 @router.get(
-    "/models/{name:path}",
+    f"/models/{REST}",
     summary="Read a model",
     response_model=Model,
     responses=responses(404),

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Header, Path, Response
 
 from omniq.jobs.model import ArtifactInfo
 from omniq_api.openapi import FILE, problems
+from omniq_api.paths import REST
 from omniq_api.problems import ProblemError
 from omniq_api.routes.jobs import JobId
 from omniq_api.services import Live
@@ -21,7 +22,7 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/artifacts", tags=["jobs"])
 
 
 @router.get(
-    "/{name:path}",
+    f"/{REST}",
     summary="Read a result file",
     response_class=Response,
     responses={
