@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +22,8 @@ from omniq.jobs.model import JobRecord, JobSpec
 from omniq.jobs.store import JobStore
 from omniq.settings import get_settings
 
-MAX_KEY = 255
+#: What a client may call a request by which it is known when it comes again.
+IDEMPOTENCY_KEY = re.compile(r"^[ -~]{1,255}$")
 
 
 async def submit(
@@ -131,9 +133,8 @@ async def submit(
 def _again(
     key: str, part: tuple[int, int], asked: Sequence[Any], webhook: webhooks.Webhook | None
 ) -> Again:
-    is_key = isinstance(key, str) and 1 <= len(key) <= MAX_KEY
-    if not is_key or not key.isascii() or not key.isprintable():
-        raise refused("idempotency_key", f"must be 1 to {MAX_KEY} printable ASCII characters")
+    if not isinstance(key, str) or not IDEMPOTENCY_KEY.fullmatch(key):
+        raise refused("idempotency_key", "must be 1 to 255 printable ASCII characters")
 
     def plain(value: Any) -> Any:
         data = value.data if isinstance(value, InputFile) else bytes(value)

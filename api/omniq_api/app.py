@@ -71,13 +71,12 @@ def create_app() -> FastAPI:
         return RedirectResponse("docs")
 
     settings = get_settings()
+    required = settings.api_auth == "required"
     app.add_middleware(
         BodyLimitMiddleware, limit=settings.max_body_bytes, seconds=settings.body_timeout
     )
-    app.add_middleware(
-        ApiKeyMiddleware, keys=settings.api_keys, required=settings.api_auth == "required"
-    )
+    app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys, required=required)
     app.add_middleware(HeadMiddleware)
     problems.install(app)
-    openapi.install(app)
+    openapi.install(app, keys=required or bool(settings.api_keys))
     return app

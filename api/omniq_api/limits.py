@@ -8,7 +8,8 @@ from contextlib import suppress
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from omniq_api.problems import ProblemError, http_problem, openai_member
+from omniq_api.openai_error import INVALID, error_body
+from omniq_api.problems import ProblemError, http_problem
 
 LINGER = 1.0
 
@@ -93,7 +94,7 @@ def _refusal(status: int, code: str, message: str, **headers: str) -> ProblemErr
         detail,
         faults=[{"field": "body", "message": message}],
         headers={"connection": "close", **headers},
-        **openai_member(detail, code),
+        **error_body(detail, INVALID, code=code, param="body"),
     )
 
 

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omniq import errors
 from omniq.config.request import is_form
+from omniq_api.openai_error import INVALID, error_body
 
 logger = logging.getLogger("omniq.api")
 
@@ -29,8 +30,6 @@ TYPE_PREFIX = "urn:omniq:problem:"
 RETRY_AFTER = "1"
 MAX_FAULTS = 50
 MAX_TEXT = 500
-INVALID = "invalid_request_error"
-"""OpenAI's name of what is the client's fault."""
 
 Fault = dict[str, str]
 
@@ -118,8 +117,10 @@ def _short(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def omniq_problem(request: Request, exc: errors.OmniqError) -> Response:
-    """The problem for one of omniq's own errors."""
+def omniq_problem(
+    request: Request, exc: errors.OmniqError, members: Mapping[str, Any] | None = None
+) -> Response:
+    """The problem for one of omniq's own errors; ``members`` go along with 503."""
     status = next((STATUS[c] for c in type(exc).__mro__ if c in STATUS), 500)
     if status == 500:
         return incident(request, exc)
@@ -141,6 +142,7 @@ def omniq_problem(request: Request, exc: errors.OmniqError) -> Response:
             exc.code,
             UNAVAILABLE_DETAIL,
             headers={"retry-after": RETRY_AFTER},
+            members=members,
         )
     faults = exc.fields if isinstance(exc, errors.InvalidRequest) else ()
     return problem_response(request, status, exc.code, exc.message, faults=faults)
@@ -190,15 +192,8 @@ def http_problem(request: Request, exc: StarletteHTTPException) -> Response:
         code,
         detail,
         headers=headers,
-        members=openai_member(_short(detail), code),
+        members=error_body(_short(detail), INVALID, code=code),
     )
-
-
-def openai_member(message: str, code: str) -> dict[str, Any]:
-    """An extension member where nobody knows whether the client is one of OpenAI's API: those look
-    for ``error``.
-    """
-    return {"error": {"message": message, "type": INVALID, "param": None, "code": code}}
 
 
 def _methods(request: Request) -> list[str]:

@@ -10,6 +10,7 @@ import asyncio
 import copy
 import logging
 import math
+import re
 from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 PAGE = 200
 LATE = 0.05
 """Seconds behind a deadline: this host knows the server's clock to some milliseconds."""
+#: Where a page of jobs begins: when the last one before it was created, and its id.
+CURSOR = re.compile(r"^[0-9]{1,15}(\.[0-9]{1,20})?~[a-z0-9-]{1,64}$")
 
 
 class JobStore(StageRuns):
@@ -434,14 +437,10 @@ def _place(cursor: str | None) -> tuple[float, str] | None:
     """When the last job of the page before was created, and its id; None: at the newest one."""
     if cursor is None:
         return None
-    created, tilde, job_id = cursor.partition("~")
-    try:
-        at = float(created)
-    except ValueError:
-        at = float("nan")
-    if not tilde or not math.isfinite(at):
+    if not CURSOR.fullmatch(cursor):
         raise InvalidRequest(
             f"{cursor!r} is no cursor",
             fields=[{"field": "cursor", "message": "must be a cursor that this route returned"}],
         )
-    return at, job_id
+    created, _, job_id = cursor.partition("~")
+    return float(created), job_id

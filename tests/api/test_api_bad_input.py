@@ -223,6 +223,10 @@ async def test_a_body_above_the_cap_is_413(
         assert (found.status, found.code, found.fields) == (413, "body_too_large", ["body"])
     taken = await client.post("/v1/jobs", content=chunked(1000), headers=JSON)
     assert taken.status_code == 202
+    for content in (raw.ljust(1001), chunked(1001)):
+        told = await client.post("/v1/completions", content=content, headers=JSON)
+        assert told.status_code == 413
+        assert told.json()["error"]["code"] == "body_too_large"
 
 
 async def test_an_unknown_route_is_a_404_problem(client: httpx.AsyncClient) -> None:
@@ -236,6 +240,14 @@ async def test_odd_paths_are_404(client: httpx.AsyncClient, path: str) -> None:
     found = problem(await client.get(f"http://api{path}"))
     assert found.status == 404
     assert found.body["instance"].isascii()
+
+
+async def test_a_name_with_a_line_break_is_an_unknown_name(client: httpx.AsyncClient) -> None:
+    """Not an unknown route, whose answer is not the one that is documented there."""
+    model = await client.get("/v1/models/a%0Ab%0A")
+    assert (model.status_code, model.json()["error"]["code"]) == (404, "model_not_found")
+    artifact = problem(await client.get("/v1/jobs/x/artifacts/a%0Ab%0A"))
+    assert (artifact.status, artifact.code) == (404, "job_not_found")
 
 
 @pytest.mark.parametrize("host", ["[", "a b", "x" * 5000, "", "evil.example"])
@@ -258,12 +270,21 @@ async def test_a_wrong_method_is_a_405_problem_that_says_what_is_allowed(
 
 @pytest.mark.parametrize(
     ("path", "allowed"),
-    [("/v1/jobs", "GET, HEAD, POST"), ("/health", "GET, HEAD"), ("/v1/jobs/x/cancel", "POST")],
+    [
+        ("/v1/jobs", "GET, HEAD, POST"),
+        ("/health", "GET, HEAD"),
+        ("/v1/jobs/x/cancel", "POST"),
+        ("/v1/dlq/x", "DELETE, GET, HEAD"),
+        ("/v1/models/a/b", "GET, HEAD"),
+    ],
 )
 async def test_all_methods_of_a_path_are_named(
     client: httpx.AsyncClient, path: str, allowed: str
 ) -> None:
-    assert (await client.request("QUERY", path)).headers["allow"] == allowed
+    """Also where a path has several routes."""
+    response = await client.request("QUERY", path)
+    assert (response.status_code, response.headers["allow"]) == (405, allowed)
+    assert problem(response).detail.endswith(f"allowed: {allowed}")
 
 
 @pytest.mark.parametrize("path", ["/health", "/docs", "/v1/jobs", "/v1/jobs/x", "/v1/nothing"])

@@ -12,8 +12,9 @@ from omniq.config.served import ServedModel
 from omniq.errors import InvalidRequest
 from omniq.jobs.model import JobRecord, JobState
 from omniq.settings import get_settings
-from omniq_api.openai_compat.faults import SERVER, OpenAIError
+from omniq_api.openai_compat.faults import OpenAIError
 from omniq_api.openai_compat.mapping import Submission, refused
+from omniq_api.openai_error import SERVER
 
 FAILED_STATUS = {JobState.FAILED: 500, JobState.CANCELLED: 409, JobState.EXPIRED: 504}
 CHAT, COMPLETION = "chat.completion", "text_completion"
