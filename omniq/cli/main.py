@@ -37,6 +37,9 @@ COMMANDS = {
 }
 """Name -> module that defines it (as a function of that name) and its line in the help."""
 
+SECRETS = ("broker_url", "blob_redis_url", "flower_auth", "api_keys", "message_keys")
+"""Settings that hold passwords, which no error repeats."""
+
 BAD_INPUT = 2
 FAILURE = 1
 
@@ -108,10 +111,12 @@ def _about_settings(exc: Exception) -> bool:
 def _settings_faults(exc: Any) -> str:
     if not hasattr(exc, "errors"):
         return str(exc)
-    return "\n".join(
-        f"OMNIQ_{'.'.join(str(p) for p in e['loc']).upper()}: {e['msg']} (got {e['input']!r})"
-        for e in exc.errors(include_url=False)
-    )
+    lines = []
+    for error in exc.errors(include_url=False):
+        name = ".".join(str(part) for part in error["loc"])
+        got = "" if name.partition(".")[0] in SECRETS else f" (got {error['input']!r})"
+        lines.append(f"OMNIQ_{name.upper()}: {error['msg'].removeprefix('Value error, ')}{got}")
+    return "\n".join(lines)
 
 
 @click.group(cls=OmniqGroup, context_settings={"help_option_names": ["-h", "--help"]})

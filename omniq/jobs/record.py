@@ -37,18 +37,15 @@ def read_record(fields: dict[bytes, bytes]) -> JobRecord:
     Raises:
         JobUnreadable: another version of omniq has written what this one cannot read.
     """
-    spec = JobSpec.from_json(fields[b"spec"])
-    try:
-        return _read(spec, fields)
-    except ValueError as exc:  # also pydantic's and orjson's
-        raise JobUnreadable(
-            f"the job's record is not one of this version of omniq: {exc}", hint=UPGRADE
-        ) from exc
+    return _read(JobSpec.from_json(fields[b"spec"]), fields)
 
 
 def read_outline(job_id: str, fields: dict[bytes, bytes]) -> JobRecord:
     """What every version writes alike of a job: its states and times. What it was asked for, and
     what it has made, are empty.
+
+    Raises:
+        JobUnreadable: as :func:`read_record`, of a state that this version does not know.
     """
     spec = JobSpec.model_construct(
         id=job_id,
@@ -64,6 +61,15 @@ def read_outline(job_id: str, fields: dict[bytes, bytes]) -> JobRecord:
 
 
 def _read(spec: JobSpec, fields: dict[bytes, bytes]) -> JobRecord:
+    try:
+        return _filled(spec, fields)
+    except ValueError as exc:  # also pydantic's and orjson's
+        raise JobUnreadable(
+            f"the job's record is not one of this version of omniq: {exc}", hint=UPGRADE
+        ) from exc
+
+
+def _filled(spec: JobSpec, fields: dict[bytes, bytes]) -> JobRecord:
     stages: dict[str, dict[str, Any]] = {stage: {} for stage in spec.stages}
     values, artifacts, missing = {}, {}, {}
     for name, value in fields.items():

@@ -58,6 +58,7 @@ class WorkerRegistry:
         self.redis = redis
         self._clock = ServerClock(redis)
         self._run = JobScripts(redis).run
+        self._strange = False
 
     async def beat(self, info: WorkerInfo) -> None:
         """Write one worker's status; without renewal it expires after five heartbeats.
@@ -97,8 +98,12 @@ class WorkerRegistry:
         for worker_id, status in (await self._statuses()).items():
             try:
                 worker = WorkerInfo.model_validate_json(status)
-            except ValidationError as exc:
-                logger.debug("worker %s is passed over: %s", worker_id, exc)
+            except ValidationError as exc:  # no reason not to hear the others; the log is told once
+                if not self._strange:
+                    logger.warning(
+                        "worker %s, of another version of omniq, is left out: %s", worker_id, exc
+                    )
+                self._strange = True
                 continue
             if pipeline is None or worker.pipeline == pipeline:
                 workers.append(worker)

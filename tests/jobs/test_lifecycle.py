@@ -161,20 +161,20 @@ async def test_cancelling_a_running_job_waits_until_it_has_stopped(
     assert (await types(store, job))[-2:] == ["job.cancelling", "job.cancelled"]
 
 
-async def test_a_run_that_ends_before_it_hears_of_the_cancellation_ends_the_job(
-    store: JobStore,
-) -> None:
-    """Its worker forgets it: nobody would be left who says that it has stopped."""
+async def test_a_cancelled_run_that_ends_before_it_hears_of_it_has_stopped(store: JobStore) -> None:
+    """Its worker is told when it runs no more: else the job would be cancelling for ever."""
     job = await create(store, DIAMOND)
     await run(store, job, "a")
-    left, right = await begin(store, job, "b"), await begin(store, job, "c")
+    one, two = await begin(store, job, "b"), await begin(store, job, "c")
     assert (await store.cancel(job.id)).state is JobState.CANCELLING
-    assert not await finish(store, job, "b", left.fence, values={"text": "too late"})
+    assert not await finish(store, job, "b", one.fence, values={"text": "late"})
     record = await store.get(job.id)
-    assert record.state is JobState.CANCELLING, "the other one has still to stop"
-    assert (record.stages["b"].state, record.values) == (StageState.CANCELLED, {})
-    assert not await finish(store, job, "c", right.fence)
-    assert (await store.get(job.id)).state is JobState.CANCELLED
+    assert (record.state, record.stages["b"].state) == (JobState.CANCELLING, StageState.CANCELLED)
+    assert not await finish(store, job, "c", two.fence)
+    record = await store.get(job.id)
+    assert (record.state, record.values) == (JobState.CANCELLED, {})
+    assert (await types(store, job))[-2:] == ["job.cancelling", "job.cancelled"]
+    assert not await store.stop_stage(job.id, "c", two.fence), "it has been said"
 
 
 async def test_the_end_of_a_job_stops_its_other_runs_and_no_later_ones(

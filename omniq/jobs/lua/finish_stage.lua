@@ -1,7 +1,7 @@
--- A run has its outputs: write them once and send what follows; end the job with its last stage.
+-- A run has its outputs: write them once and send what follows; end the job with its last stage, or,
+-- if it is being cancelled, with the last run that has stopped.
 -- Returns {1, 1 if the caller's room for another message is known now or else 0, blob refs on the
--- caller's host that nobody needs any more...}, or {0, 0} if refused: the job is being cancelled, which
--- the run's end then completes, or the run is not the one that may write.
+-- caller's host that nobody needs any more...}, or {0, 0} if refused.
 -- ARGV: stage, fence, outputs JSON, metrics JSON, list of blob refs (JSON strings),
 -- values {name: JSON string}, artifacts {name: JSON string}, the caller's host, list of refs that it
 -- has freed since the last time, tag of the run's own message if that is done with by this or else
