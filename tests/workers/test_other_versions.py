@@ -14,7 +14,7 @@ from omniq import keys
 from omniq.config import get_pipeline
 from omniq.errors import DeadLetterLost, JobUnreadable
 from omniq.jobs.dead import DeadLetters
-from omniq.jobs.model import JobSpec
+from omniq.jobs.model import JobRecord, JobSpec
 from omniq.jobs.reconcile import Reconciler
 from omniq.jobs.store import JobStore
 from omniq.jobs.workers import WorkerRegistry
@@ -80,7 +80,7 @@ async def test_a_record_that_asks_for_more_fails_and_harms_no_other(
 async def test_a_job_that_cannot_be_read_can_be_cancelled(
     stages: Any, store: JobStore, redis_client: redis.Redis, pool_app: Any
 ) -> None:
-    """Queued by the store, running by Celery: no process stumbles over its record."""
+    """A queued one by Celery, a running one by the store: no process stumbles over its record."""
     stages.define("a>b", window=1)
     stages.start("a")
     running, queued = [
@@ -90,17 +90,25 @@ async def test_a_job_that_cannot_be_read_can_be_cancelled(
         await asyncio.sleep(0.02)
     for job in (running, queued):
         redis_client.hset(keys.job(job.id), "spec", json.dumps({"id": job.id, "future": 1}))
+    pool_app.app.control.revoke(f"{queued.id}.a")
+
+    async def ended(job: JobRecord) -> None:
+        async with asyncio.timeout(30):
+            while redis_client.hget(keys.job(job.id), "state") != b"cancelled":
+                await asyncio.sleep(0.02)
+
+    await ended(queued)
     record = await store.cancel(queued.id)
     assert (record.id, record.state, record.spec.pipeline) == (queued.id, "cancelled", "p")
     assert record.stages["a"].state == "cancelled" and record.finished is not None
-    # Who was away when that was announced looks into the records.
+    # Who was away when it was announced looks into the records.
     assert redis_client.client_kill_filter(_type="pubsub") > 0
-    pool_app.app.control.revoke(f"{running.id}.a", terminate=True)
-    while redis_client.hget(keys.job(running.id), "state") != b"cancelled":
-        await asyncio.sleep(0.02)
+    assert (await store.cancel(running.id)).state == "cancelling"
+    await ended(running)
     last = await submit(store, pipeline="p", inputs={"prompt": "x"})
-    while (await store.get(last.id)).stages["a"].state != "succeeded":
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(30):
+        while (await store.get(last.id)).stages["a"].state != "succeeded":
+            await asyncio.sleep(0.02)
     assert stages.workers["a"].popen.poll() is None
 
 
