@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ConfigDict, Field
 
+from omniq_api.keys import PROTECTED
 from omniq_api.problems import MEDIA_TYPE, TYPE_PREFIX
 
 
@@ -40,6 +41,12 @@ EXAMPLES: dict[int, Example] = {
         "malformed_json",
         "the body is not valid JSON: unexpected end of data",
         [("body", "unexpected end of data")],
+    ),
+    401: (
+        "No valid API key",
+        "invalid_api_key",
+        "send a valid API key as 'authorization: Bearer KEY'",
+        [],
     ),
     403: ("Not for tenants", "operators_only", "a tenant's key may not ask for this", []),
     404: (
@@ -134,6 +141,7 @@ def install(app: FastAPI) -> None:
             schemas.update(own.pop("$defs"))
             schemas["Problem"] = own
             _drop_fastapis_errors(schema)
+            _ask_for_keys(schema)
             app.openapi_schema = schema
         return app.openapi_schema
 
@@ -148,3 +156,22 @@ def _drop_fastapis_errors(schema: dict[str, Any]) -> None:
         for operation in methods.values():
             if MEDIA_TYPE not in operation["responses"].get("422", {}).get("content", {MEDIA_TYPE}):
                 del operation["responses"]["422"]
+
+
+def _ask_for_keys(schema: dict[str, Any]) -> None:
+    """Say that the routes below ``/v1`` take an API key, so that clients and ``/docs`` send one.
+
+    Whether one is wanted depends on the settings and on the keys there are: it may be left out.
+    """
+    schema["components"]["securitySchemes"] = {
+        "api_key": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "One of `OMNIQ_API_KEYS`, or a tenant's. Wanted if there is any.",
+        }
+    }
+    for path, methods in schema["paths"].items():
+        if path.startswith(f"{PROTECTED}/"):
+            for operation in methods.values():
+                operation["security"] = [{"api_key": []}, {}]
+                operation["responses"]["401"] = _problem(401)

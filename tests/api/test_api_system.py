@@ -234,8 +234,22 @@ async def test_every_route_is_documented_with_its_errors(app: FastAPI) -> None:
         for status, response in errors.items():
             if (name, status) == ("GET /ready", "503"):
                 continue
-            kind = "application/json" if name in OPENAI else "application/problem+json"
+            # A key is asked for in front of all routes, by one document for both kinds of client.
+            own = name in OPENAI and status != "401"
+            kind = "application/json" if own else "application/problem+json"
             assert list(response["content"]) == [kind], (name, status)
+
+
+async def test_the_document_says_which_routes_take_a_key(app: FastAPI) -> None:
+    """So that the page /docs has a button for it, and clients made of the document send it."""
+    (scheme,) = app.openapi()["components"]["securitySchemes"].items()
+    assert (scheme[1]["type"], scheme[1]["scheme"]) == ("http", "bearer")
+    for name, operation in operations(app).items():
+        protected = name.partition(" ")[2].startswith("/v1/")
+        # {}: none is needed as long as there is no key at all.
+        expected = [{scheme[0]: []}, {}] if protected else None
+        assert operation.get("security") == expected, name
+        assert ("401" in operation["responses"]) == protected, name
 
 
 async def test_the_document_holds_no_dangling_reference(app: FastAPI) -> None:

@@ -134,7 +134,8 @@ def refused(message: str, fields: list[dict[str, str]], submission: Submission) 
     if not fields:
         return OpenAIError(400, message)
     faults = [(submission.names.get(f["field"]) or _bare(f["field"]), f["message"]) for f in fields]
-    text = "; ".join(f"{name}: {fault}" for name, fault in faults)
+    # One field may be several of the job's: a size is width and height.
+    text = "; ".join(dict.fromkeys(f"{name}: {fault}" for name, fault in faults))
     return OpenAIError(400, text, param=faults[0][0])
 
 
