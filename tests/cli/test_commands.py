@@ -149,6 +149,15 @@ def test_no_broker_is_one_clear_message() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_no_system_on_this_machine_is_said_with_what_starts_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMNIQ_BROKER_URL", raising=False)
+    done = omniq("jobs", "list", OMNIQ_BROKER_PORT=str(free_port()))
+    assert done.returncode == 1
+    assert "hint: start a system by `omniq up`" in done.stderr
+
+
 def test_generate_refuses_bad_parameters_before_it_starts_anything() -> None:
     done = omniq("generate", "a red circle", "--param", "width=63")
     assert done.returncode == 2

@@ -79,6 +79,7 @@ def test_a_signal_to_the_whole_group_ends_vllm_before_the_worker(
     short = Path(tempfile.mkdtemp(prefix="o"))
     process, family, segments = _started(model, tmp_path, short)
     holders = [p for p in family if _segments(p)]
+    assert process.pid not in {os.getpgid(p.pid) for p in holders}
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(60) == 0
     assert not any(map(_alive, holders)), "vLLM's processes outlive the worker"
