@@ -91,6 +91,14 @@ def test_wrong_setting_is_one_clear_message() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_variable_that_is_no_setting_is_said_with_what_was_meant() -> None:
+    done = omniq("pipelines", OMNIQ_API_KEY="secret", OMNIQ_ZZZZZZZ="1")
+    assert done.returncode == 0
+    assert "omniq: OMNIQ_API_KEY is no setting; did you mean OMNIQ_API_KEYS?" in done.stderr
+    assert "omniq: OMNIQ_ZZZZZZZ is no setting\n" in done.stderr
+    assert "OMNIQ_API_KEY is" not in omniq("--parent", "0", "pipelines", OMNIQ_API_KEY="x").stderr
+
+
 def test_debug_shows_the_traceback() -> None:
     assert "Traceback" in omniq("--debug", "config", OMNIQ_API_PORT="many").stderr
 
