@@ -12,6 +12,7 @@ from omniq_api.app import create_app
 from pydantic import BaseModel
 
 from omniq.config import params, pipeline, stage
+from omniq.jobs.model import JobState
 from omniq.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +92,18 @@ def test_the_routes_in_the_docs_are_those_of_the_api() -> None:
     assert existing <= named
     assert {path for _, path in named} <= {path for _, path in existing}
     assert {pair for pair in named if pair[0]} <= existing
+
+
+def test_every_type_of_event_is_in_the_docs() -> None:
+    sources = [*ROOT.glob("omniq/jobs/lua/*.lua"), ROOT / "omniq/jobs/store.py"]
+    made = {
+        kind
+        for source in sources
+        for kind in re.findall(r"['\"]((?:job|stage)\.[a-z]+)['\"]", source.read_text())
+    }
+    ends = {f"job.{state.value}" for state in JobState if state.final}
+    assert len(made) > 10
+    assert made | ends <= set(re.findall(r"`([a-z.]+)`", (ROOT / "docs/api.md").read_text()))
 
 
 def test_the_page_of_commands_is_what_they_say() -> None:
