@@ -83,15 +83,22 @@ def routes(text: str) -> Iterator[tuple[str, str]]:
 
 
 def test_the_routes_in_the_docs_are_those_of_the_api() -> None:
-    existing = {
-        (method.upper(), re.sub(r"\{\w+\}", "{}", path))
+    operations = [
+        (method.upper(), re.sub(r"\{\w+\}", "{}", path), operation)
         for path, methods in create_app().openapi()["paths"].items()
-        for method in methods
-    }
-    named = {pair for page in API_PAGES for pair in routes((ROOT / page).read_text())}
+        for method, operation in methods.items()
+    ]
+    existing = {(method, path) for method, path, _ in operations}
+    texts = [prose(ROOT / page) for page in API_PAGES]
+    named = {pair for text in texts for pair in routes(text)}
     assert existing <= named
     assert {path for _, path in named} <= {path for _, path in existing}
     assert {pair for pair in named if pair[0]} <= existing
+    told = " ".join(re.findall(r"`[^`]+`", " ".join(texts))).lower()
+    for _, path, operation in operations:
+        for parameter in operation.get("parameters", ()):
+            name = parameter["name"].lower()
+            assert parameter["in"] == "path" or re.search(rf"\b{name}\b", told), (path, name)
 
 
 def test_every_type_of_event_is_in_the_docs() -> None:
