@@ -91,6 +91,12 @@ class JobGone(JobNotFound):
     code = "job_gone"
 
 
+class PipelineChanged(OmniqError):
+    """A job's pipeline has other stages than when the job was accepted."""
+
+    code = "pipeline_changed"
+
+
 class JobUnreadable(OmniqError):
     """A job's record was written by another version of omniq and says what this one cannot read."""
 

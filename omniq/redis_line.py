@@ -212,7 +212,8 @@ class _Wire(asyncio.Protocol):
 
     def _flush(self) -> None:
         unsent, self._unsent = self._unsent, []
-        if unsent and self._transport is not None:
+        # One that is closing says so in a moment, and all that waits fails then.
+        if unsent and self._transport is not None and not self._transport.is_closing():
             self._transport.write(unsent[0] if len(unsent) == 1 else b"".join(unsent))
 
     def _look(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from hashlib import sha256
 from typing import Any, Protocol
 
 from celery import Task
@@ -114,8 +115,9 @@ async def run_stage(
     return await runner.run(job, stage)
 
 
-@app.task(base=EngineTask, name=SUBMIT)
+@app.task(base=EngineTask, name=SUBMIT, bind=True)
 async def submit_job(
+    self: EngineTask,
     pipeline: str,
     *,
     inputs: dict[str, Any] | None = None,
@@ -132,7 +134,8 @@ async def submit_job(
     formats: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Start a job; ``prompt`` is short for ``inputs={"prompt": ...}``, ``webhook`` has ``url`` and
-    ``secret``, the rest is as of :func:`omniq.submit.submit`.
+    ``secret``, the rest is as of :func:`omniq.submit.submit`. A task that is delivered again,
+    because its worker died, starts no second one.
 
     Returns:
         ``{"id", "pipeline", "state", "stages"}``.
@@ -147,6 +150,10 @@ async def submit_job(
     from omniq.jobs.webhooks import Webhook  # noqa: PLC0415 - as above
     from omniq.submit import submit  # noqa: PLC0415 - as above
 
+    flight = current_flight.get(None)
+    task = self.request.id if flight is None else flight.id
+    if idempotency_key is None and task is not None:
+        idempotency_key = f"task-{sha256(task.encode()).hexdigest()}"
     inputs = {} if inputs is None else inputs
     if prompt is not None and isinstance(inputs, dict):
         if "prompt" in inputs:

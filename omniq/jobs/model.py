@@ -13,6 +13,9 @@ from pydantic_core import PydanticSerializationError
 from omniq.blobs.base import BlobRef
 from omniq.errors import InvalidRequest, JobUnreadable
 
+#: Hint where a record cannot be read.
+UPGRADE = "it may be another version's: upgrade this process, or retry the job there"
+
 
 class JobState(StrEnum):
     """States of a job; the last four are final."""
@@ -107,7 +110,7 @@ class JobSpec(BaseModel):
             where = ".".join(map(str, first["loc"])) or "it"
             raise JobUnreadable(
                 f"the job's record is not one of this version of omniq: {where}: {first['msg']}",
-                hint="it may be another version's: upgrade this process, or retry the job there",
+                hint=UPGRADE,
             ) from exc
         return spec
 
@@ -250,6 +253,17 @@ class StageGrant:
     state: JobState | None = None
     unreadable: JobUnreadable | None = None
     """Why there is no specification though there is a job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The states of a job and of one of its stages, '' if it has none such; of a later version they
+    may be none of :class:`JobState` and :class:`StageState`.
+    """
+
+    job: str
+    stage: str
+    attempts: int
 
 
 @dataclass(slots=True)

@@ -35,8 +35,9 @@ from omniq.jobs.model import (
     JobSpec,
     JobState,
     StageRecord,
+    Standing,
 )
-from omniq.jobs.record import read_record
+from omniq.jobs.record import read_outline, read_record
 from omniq.jobs.scripts import JobScripts
 from omniq.jobs.stage_runs import StageRuns, dumps
 from omniq.jobs.watch import SILENCE, Watching, not_found
@@ -230,6 +231,16 @@ class JobStore(StageRuns):
         """End a job whose deadline has passed while nothing of it runs."""
         return bool(await self._run("expire", job_id, []))
 
+    async def standing(self, job_id: str, stage: str) -> Standing | None:
+        """Where a job and one of its stages are, whatever version has recorded them; None: there is
+        no such job.
+        """
+        fields = ("state", f"{stage}|state", f"{stage}|attempts")
+        with broker_errors():
+            found = await self.redis.execute_command("HMGET", keys.job(job_id), *fields)
+        job, its, attempts = (b"" if value is None else value for value in found)
+        return Standing(job.decode(), its.decode(), int(attempts or 0)) if job else None
+
     async def list(
         self,
         *,
@@ -301,17 +312,29 @@ class JobStore(StageRuns):
     async def cancel(self, job_id: str) -> JobRecord:
         """Ask a job to stop: at once if nothing runs, else ``cancelling`` until it has stopped.
 
-        A job that has ended is returned as it is.
+        A job that has ended is returned as it is; of one that another version of omniq has
+        recorded, and this one cannot read, states and times.
 
         Raises:
             JobNotFound: unknown job.
         """
         if self.share.tenant:
-            await self.get(job_id)
+            await self._outline(job_id)
         state = await self._run("cancel", job_id, [job_id], keys.cancel_channel())
         if not state:
             raise await self._absent(job_id)
-        return await self.get(job_id)
+        try:
+            return await self.get(job_id)
+        except JobUnreadable:
+            return await self._outline(job_id)
+
+    async def _outline(self, job_id: str) -> JobRecord:
+        """What every version can read of a job; raises as :meth:`get`."""
+        with broker_errors():
+            raw = await self.redis.hgetall(keys.job(job_id))
+        if not raw:
+            raise await self._absent(job_id)
+        return self._own(read_outline(job_id, raw))
 
     async def put_artifact(self, job_id: str, name: str, fence: int, data: bytes) -> str:
         """Store one result file for the time of retention; returns its key.
@@ -335,6 +358,15 @@ class JobStore(StageRuns):
                 pipe.set(key, data, px=int(ttl * 1000))
                 await pipe.execute()
         return key
+
+    async def drop_artifacts(self, job_id: str, names: Sequence[str]) -> None:
+        """Delete result files by their keys, which no record names."""
+        if names:
+            with broker_errors():
+                async with self.redis.pipeline(transaction=False) as pipe:
+                    pipe.unlink(*names)
+                    pipe.srem(keys.job_files(job_id), *names)
+                    await pipe.execute()
 
     async def get_artifact(self, job_id: str, name: str) -> tuple[bytes, ArtifactInfo]:
         """Bytes and description of one result file.

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import redis
 from support import wait_until
 
+from omniq import keys
 from omniq.jobs.model import JobState
 from omniq.jobs.store import JobStore
 from omniq.tasks import cancel_job, submit_job
@@ -70,6 +72,22 @@ def test_a_bad_submission_fails_clearly_and_once(
     assert "Traceback" not in stages.workers["a"].output()
     wait_until(lambda: [e["type"] for e in celery_events].count("task-failed") == 8, 5)
     assert not [e for e in celery_events if e["type"] == "task-retried"]
+
+
+def test_a_submission_that_is_delivered_twice_starts_one_job(
+    stages: Any, redis_client: redis.Redis
+) -> None:
+    """As after the death of a worker that had recorded the job and not yet said so."""
+    stages.define("a>b")
+    stages.start("a")
+    found = []
+    for _ in range(2):
+        result = submit_job.apply_async(kwargs={"pipeline": "p", "prompt": "x"}, task_id="once")
+        found.append(result.get(timeout=10)["id"])
+        result.forget()
+    assert found[0] == found[1]
+    assert redis_client.zcard(keys.jobs_index()) == 1
+    assert submit_job.delay("p", prompt="x").get(timeout=10)["id"] != found[0]
 
 
 async def test_a_job_is_cancelled_by_a_task(

@@ -298,9 +298,13 @@ async def test_a_worker_that_stands_still_is_passed_over(
     stages.workers["a"].kill()
     other = await start_job(store)
     assert redis_client.zcard(waiting) == 0
+    # Nobody looks at the place of one that had no room when it was killed, but its successor.
+    redis_client.zadd(waiting, {"p.a.1@killed|0": 0})
     stages.start("a")
     for record in (job, other):
         assert (await ended(store, record.id)).state is JobState.SUCCEEDED
+    (place,) = redis_client.zrange(waiting, 0, -1)
+    assert redis_client.exists(keys.hears(place.decode()))
 
 
 async def test_a_worker_whose_connection_breaks_waits_by_a_new_name(
