@@ -156,8 +156,8 @@ def decoded(
     for part in codes.split(portion or len(codes)):
         utterance.push(part)
         if portion:
-            sounds += utterance.sounds(ended=False)
-    sounds += utterance.sounds(ended=True)
+            sounds += utterance.sounds(ended=False) or ()
+    sounds += utterance.sounds(ended=True) or ()
     return torch.cat(sounds), getattr(utterance, "_mel", None)
 
 
