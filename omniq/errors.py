@@ -231,7 +231,9 @@ class DeadlineExceeded(StageTimeout):
 
 
 class NotReady(OmniqError):
-    """A stage had no ready worker within the time allowed."""
+    """A part that is needed cannot serve: a stage has no ready worker in time, or what another
+    version of omniq has written cannot be read.
+    """
 
     code = "not_ready"
     retryable = True

@@ -25,7 +25,8 @@ from omniq.errors import (
 )
 from omniq.jobs.model import JobRecord, JobSpec, StageState
 from omniq.jobs.record import read_record
-from omniq.jobs.store import JobStore, posted
+from omniq.jobs.store import JobStore
+from omniq.publish import posted
 from omniq.redis_client import broker_errors
 from omniq.settings import get_settings
 

@@ -8,9 +8,10 @@ from enum import StrEnum
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticSerializationError
 
 from omniq.blobs.base import BlobRef
-from omniq.errors import JobUnreadable
+from omniq.errors import InvalidRequest, JobUnreadable
 
 
 class JobState(StrEnum):
@@ -82,8 +83,15 @@ class JobSpec(BaseModel):
     created: float = Field(description="Unix time.")
 
     def to_json(self) -> bytes:
-        """What is not at its default: workers that know less read requests that ask for no more."""
-        return self.__pydantic_serializer__.to_json(self, exclude_defaults=True)
+        """What is not at its default: workers that know less read requests that ask for no more.
+
+        Raises:
+            InvalidRequest: it holds what JSON cannot say, such as a lone surrogate.
+        """
+        try:
+            return self.__pydantic_serializer__.to_json(self, exclude_defaults=True)
+        except (PydanticSerializationError, UnicodeEncodeError) as exc:
+            raise InvalidRequest(f"the request cannot be written as JSON: {exc}") from exc
 
     @classmethod
     def from_json(cls, text: bytes) -> JobSpec:

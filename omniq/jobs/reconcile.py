@@ -24,9 +24,9 @@ from omniq.celery import queue_keys
 from omniq.config import PipelineConfig
 from omniq.errors import BrokerUnavailable, JobNotFound, JobUnreadable
 from omniq.jobs.model import JobState
-from omniq.jobs.store import JobStore, posted
+from omniq.jobs.store import JobStore
 from omniq.jobs.workers import WorkerRegistry
-from omniq.publish import STAGE
+from omniq.publish import STAGE, posted
 from omniq.redis_client import broker_errors
 from omniq.settings import get_settings
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from enum import StrEnum
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
 from omniq import keys
 from omniq.blobs.choice import BlobUse
@@ -13,6 +14,8 @@ from omniq.jobs.clock import ServerClock
 from omniq.jobs.scripts import JobScripts
 from omniq.redis_client import Client, broker_errors
 from omniq.settings import get_settings
+
+logger = logging.getLogger(__name__)
 
 MISSED_BEATS = 5
 
@@ -55,6 +58,7 @@ class WorkerRegistry:
         self.redis = redis
         self._clock = ServerClock(redis)
         self._run = JobScripts(redis).run
+        self._strange = False
 
     async def beat(self, info: WorkerInfo) -> None:
         """Write one worker's status; without renewal it expires after five heartbeats.
@@ -98,8 +102,20 @@ class WorkerRegistry:
                 return []
             found = [keys.worker(i.decode()) for i in ids]
             raw = await self.redis.execute_command("MGET", *found)
-        workers = [WorkerInfo.model_validate_json(r) for r in raw if r is not None]
+        workers = [w for r in raw if r is not None and (w := self._read(r)) is not None]
         return sorted(
             (w for w in workers if pipeline is None or w.pipeline == pipeline),
             key=lambda w: w.id,
         )
+
+    def _read(self, text: bytes) -> WorkerInfo | None:
+        """None: what a worker of another version says, which is no reason not to hear the others;
+        the log is told once.
+        """
+        try:
+            return WorkerInfo.model_validate_json(text)
+        except ValidationError as exc:
+            if not self._strange:
+                logger.warning("a worker of another version of omniq is left out: %s", exc)
+            self._strange = True
+            return None

@@ -151,10 +151,25 @@ async def test_cancelling_a_running_job_waits_until_it_has_stopped(
         message = await pubsub.get_message(timeout=5)
     assert message["data"] == job.id.encode()
     assert not await store.progress(job.id, "a", grant.fence, 1, 2)
-    assert not await finish(store, job, "a", grant.fence)
     assert await store.stop_stage(job.id, "a", grant.fence)
     assert (await store.get(job.id)).state is JobState.CANCELLED
     assert (await types(store, job))[-2:] == ["job.cancelling", "job.cancelled"]
+
+
+async def test_a_cancelled_run_that_ends_before_it_hears_of_it_has_stopped(store: JobStore) -> None:
+    """Its worker is told when it runs no more: else the job would be cancelling for ever."""
+    job = await create(store, DIAMOND)
+    await run(store, job, "a")
+    one, two = await begin(store, job, "b"), await begin(store, job, "c")
+    assert (await store.cancel(job.id)).state is JobState.CANCELLING
+    assert not await finish(store, job, "b", one.fence, values={"text": "late"})
+    record = await store.get(job.id)
+    assert (record.state, record.stages["b"].state) == (JobState.CANCELLING, StageState.CANCELLED)
+    assert not await finish(store, job, "c", two.fence)
+    record = await store.get(job.id)
+    assert (record.state, record.values) == (JobState.CANCELLED, {})
+    assert (await types(store, job))[-2:] == ["job.cancelling", "job.cancelled"]
+    assert not await store.stop_stage(job.id, "c", two.fence), "it has been said"
 
 
 async def test_cancelling_with_a_dead_worker_ends_with_the_redelivery(store: JobStore) -> None:

@@ -61,6 +61,17 @@ async def test_cancelled_askers_do_not_shift_the_answers_of_others(broker: Valke
                 assert result is None or isinstance(result, asyncio.CancelledError)
 
 
+async def test_what_cannot_be_written_shifts_no_answer_of_others(broker: Valkey) -> None:
+    async with line(broker.url) as one:
+        await one.ask("PING")
+        unwritable = one.ask("ECHO", "\ud800"), one.ask("ECHO", object())  # type: ignore[arg-type]
+        asked = [one.ask("ECHO", str(i)) for i in range(4)]
+        found = await asyncio.gather(*unwritable, *asked, return_exceptions=True)
+        assert [type(answer) for answer in found[:2]] == [UnicodeEncodeError, TypeError]
+        assert found[2:] == [b"0", b"1", b"2", b"3"]
+        assert await one.ask("ECHO", "next") == b"next"
+
+
 async def test_a_subscription_is_confirmed_or_refused_and_shifts_no_answer(
     broker: Valkey, aredis: Redis
 ) -> None:

@@ -274,7 +274,7 @@ async def test_a_task_revoked_before_it_is_handed_does_not_run(
         return any(f"{job_id}.a" in str(ids) for ids in found.values())
 
     await asyncio.to_thread(wait_until, revoked, 20)
-    monkeypatch.setattr("omniq.submit.new_job_id", lambda now: job_id)
+    monkeypatch.setattr("omniq.job_request.new_job_id", lambda now: job_id)
     job = await start_job(store)
     wait_until(lambda: unacked() == 0)
     assert job.id == job_id and notes(f"run a {job_id}") == []

@@ -32,7 +32,7 @@ from redis.exceptions import ConnectionError, RedisError
 from omniq import keys
 from omniq.jobs.frames import unframed
 from omniq.jobs.model import StageGrant
-from omniq.jobs.store import read_grant
+from omniq.jobs.stage_runs import read_grant
 from omniq.redis_client import UNAVAILABLE, Client, line
 from omniq_workers.take import DIGEST, MOST, SHARE, SOURCE
 

@@ -1,4 +1,5 @@
--- A run has its outputs: write them once and send what follows; end the job with its last stage.
+-- A run has its outputs: write them once and send what follows; end the job with its last stage, or,
+-- if it is being cancelled, with the last run that has stopped.
 -- Returns {1, 1 if the caller's room for another message is known now or else 0, blob refs on the
 -- caller's host that nobody needs any more...}, or {0, 0} if refused.
 -- ARGV: stage, fence, outputs JSON, metrics JSON, list of blob refs (JSON strings),
@@ -12,7 +13,13 @@ HOST = ARGV[8]
 if ARGV[9] ~= '[]' then redis.call('SREM', garbage(HOST), unpack(cjson.decode(ARGV[9]))) end
 even_if_full()
 fetch('state', 'order', 'up', 'partial', stage .. '|state', stage .. '|fence')
-if get('state') ~= 'running' or not current(stage, ARGV[2]) then return {0, 0} end
+if not current(stage, ARGV[2]) then return {0, 0} end
+if get('state') == 'cancelling' then
+  -- It has stopped, though it has not heard that it should: nobody else will say so.
+  set(stage .. '|state', 'cancelled', stage .. '|finished', now())
+  if not any_stage('running') then finalise('cancelled') end
+end
+if get('state') ~= 'running' then return {0, 0} end
 local t = now()
 local record = {stage .. '|state', 'succeeded', stage .. '|outputs', ARGV[3],
                 stage .. '|metrics', ARGV[4], stage .. '|finished', t}
