@@ -67,7 +67,8 @@ def _pipeline(
     if broker_url is not None or not (get_settings().embedded or PrivateBroker.in_use()):
         raise ConfigError(
             f"{name}: a running system serves the pipelines it was started with",
-            hint="start it by `omniq serve MODEL`, and name its pipeline here",
+            hint="start it by `omniq serve MODEL`, and name its pipeline here, whose file (in "
+            "OMNIQ_DATA_DIR/serve) is to be in OMNIQ_PIPELINES",
         )
     from omniq.serve.in_process import model_pipeline  # noqa: PLC0415 - slow import
 

@@ -6,6 +6,8 @@ place that reads the environment.
 
 from __future__ import annotations
 
+import os
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -331,6 +333,19 @@ def _check_url(url: str) -> None:
 
 def _redis_spelling(url: str) -> str:
     return url.replace("redis+socket://", "unix://", 1)
+
+
+def unknown_variables() -> dict[str, str | None]:
+    """``OMNIQ_...`` variables of the environment that are no setting, each with the setting whose
+    name is most like it; None: no name is.
+    """
+    known = {f"OMNIQ_{name.upper()}" for name in Settings.model_fields}
+    unknown = sorted(n for n in os.environ if n.upper().startswith("OMNIQ_"))
+    return {
+        name: next(iter(get_close_matches(name.upper(), known, n=1)), None)
+        for name in unknown
+        if name.upper() not in known
+    }
 
 
 @lru_cache(maxsize=1)

@@ -29,7 +29,7 @@ Times are Unix seconds.
 """
 TAGS = [
     {"name": "generate", "description": "One call from prompt to result."},
-    {"name": "openai", "description": "Language models and pictures, for clients of OpenAI's API."},
+    {"name": "openai", "description": "Text, pictures and speech, for OpenAI's clients."},
     {"name": "jobs", "description": "Durable requests and their results."},
     {"name": "dead letters", "description": "Jobs that failed for good, and may be tried again."},
     {"name": "pipelines", "description": "What can be asked for."},

@@ -69,6 +69,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._loose > MOST_HEAD:
             self._refuse(b"431 Request Header Fields Too Large")
 
+    def on_message_begin(self) -> None:
+        """See httptools."""
+        super().on_message_begin()
+        self._loose = max(self._loose, 1)  # what is left of a read that ended another request
+
     def on_headers_complete(self) -> None:
         """See httptools."""
         self._loose = 0
@@ -85,6 +90,12 @@ class GuardedProtocol(HttpToolsProtocol):
         """See httptools."""
         self._loose = 0
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Called by uvicorn; what has come of the next request meanwhile has its time from now."""
+        super().on_response_complete()
+        if self._loose and not self.transport.is_closing():
+            self._expect_head()
 
     def pause_writing(self) -> None:
         """The client does not keep up: see whether it takes anything."""

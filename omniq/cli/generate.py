@@ -26,10 +26,21 @@ from omniq.settings import get_settings
 
 @click.command()
 @click.argument("prompt")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="File.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where to save it; the suffix says a picture's format. Further files: NAME-1, NAME-2, ...",
+)
 @pipeline_option
 @click.option("--seed", type=click.IntRange(0), help="Same seed, same output.")
-@click.option("--param", "params", multiple=True, metavar="NAME=VALUE", help="May be repeated.")
+@click.option(
+    "--param",
+    "params",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A parameter of the pipeline, its value in YAML; may be repeated.",
+)
 @click.option(
     "--input",
     "more",

@@ -91,6 +91,8 @@ class OmniqGroup(click.Group):
 
         from omniq.errors import ConfigError, InvalidRequest, OmniqError  # noqa: PLC0415
 
+        if ctx.params["parent"] is None:  # else the parent has said it
+            _warn_of_unknown_variables()
         try:
             return super().invoke(ctx)
         except OmniqError as exc:
@@ -102,6 +104,15 @@ class OmniqGroup(click.Group):
             if ctx.params["debug"] or not _about_settings(exc):
                 raise
             raise CliError(_settings_faults(exc), "`omniq config` explains all", BAD_INPUT) from exc
+
+
+def _warn_of_unknown_variables() -> None:
+    """A misspelt setting would otherwise leave its default in force, such as no API keys."""
+    from omniq.settings import unknown_variables  # noqa: PLC0415
+
+    for name, near in unknown_variables().items():
+        meant = f"; did you mean {near}?" if near else ""
+        click.echo(f"omniq: {name} is no setting{meant}", err=True)
 
 
 def _about_settings(exc: Exception) -> bool:

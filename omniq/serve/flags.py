@@ -151,6 +151,8 @@ def parse(args: Sequence[str]) -> ServeFlags:
     parsers.serve.add_argument("--encoder", choices=ENCODERS, help="Engine that encodes prompts.")
     parsers.serve.add_argument("--gpus", type=int, help="GPUs to spread the stages over.")
     parsers.serve.add_argument("--stage-overrides", help="YAML file, or the mapping itself.")
+    if isinstance(parsers.top, _OwnParser):  # which is the one that meets unknown flags
+        parsers.top.usage = parsers.serve.format_usage().removeprefix("usage: ").rstrip()
     given = _given(parsers, args)
     model = given.get("model_tag") or given.get("model")
     if not model:

@@ -155,6 +155,14 @@ def test_doctor_goes_on_behind_what_is_wrong(monkeypatch: pytest.MonkeyPatch) ->
     assert "vllm serve MODEL --omni" in done.output.partition("no pipeline")[2]
 
 
+def test_a_variable_that_is_no_setting_is_said_with_what_was_meant() -> None:
+    done = omniq("pipelines", OMNIQ_API_KEY="secret", OMNIQ_ZZZZZZZ="1")
+    assert done.returncode == 0
+    assert "omniq: OMNIQ_API_KEY is no setting; did you mean OMNIQ_API_KEYS?" in done.stderr
+    assert "omniq: OMNIQ_ZZZZZZZ is no setting\n" in done.stderr
+    assert "OMNIQ_API_KEY is" not in omniq("--parent", "0", "pipelines", OMNIQ_API_KEY="x").stderr
+
+
 def test_debug_shows_the_traceback() -> None:
     assert "Traceback" in omniq("--debug", "config", OMNIQ_API_PORT="many").stderr
 
@@ -211,6 +219,15 @@ def test_no_broker_is_one_clear_message() -> None:
     assert "broker" in done.stderr
     assert "hint:" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_no_system_on_this_machine_is_said_with_what_starts_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMNIQ_BROKER_URL", raising=False)
+    done = omniq("jobs", "list", OMNIQ_BROKER_PORT=str(free_port()))
+    assert done.returncode == 1
+    assert "hint: start a system by `omniq up`" in done.stderr
 
 
 def test_generate_refuses_bad_parameters_before_it_starts_anything() -> None:

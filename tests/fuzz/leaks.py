@@ -55,6 +55,18 @@ def cancel_all(url: str, broker: redis.Redis, namespace: str = "omniq") -> int:
     return ended
 
 
+def still_open(url: str, patience: float) -> list[str]:
+    """Jobs that have not ended some seconds after all were cancelled."""
+    until = time.monotonic() + patience
+    asked = {"state": ["queued", "running", "cancelling"], "limit": 200}
+    with httpx.Client(base_url=url, headers=KEY, timeout=60) as client:
+        while jobs := client.get("/v1/jobs", params=asked).json()["jobs"]:
+            if time.monotonic() > until:
+                return [client.get(job["urls"]["self"]).text for job in jobs]
+            time.sleep(0.2)
+    return []
+
+
 def drop_letters(url: str) -> None:
     """Give up all dead letters, which are kept longer than other jobs."""
     with httpx.Client(base_url=url, headers=KEY, timeout=60) as client:

@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from fuzz_system import fuzzed_system  # noqa: E402 - as below
-from leaks import Held, cancel_all, drop_letters, keys_left  # noqa: E402 - found by then
+from leaks import Held, cancel_all, drop_letters, keys_left, still_open  # noqa: E402 - found by then
 from runs import HEADER, Report, feed, feed_api  # noqa: E402 - found by then
 from schema_fuzz import AGAIN, FIRST, schemathesis  # noqa: E402 - as above
 from support import Valkey  # noqa: E402 - as above
@@ -41,6 +41,8 @@ EXAMPLES = 100
 CLIENTS = 2
 #: Targets that are a running system.
 OF_API = ("schema", "api")
+#: Seconds after which a job that was cancelled has ended.
+PATIENCE = 20
 #: Seconds that the API's ended jobs are kept.
 RETENTION = 5
 
@@ -92,6 +94,7 @@ def run_api(
     report = Report(name)
     with fuzzed_system(folder, valkey, OMNIQ_RETENTION=str(RETENTION)) as system:
         held: list[Held] = []
+        told = 0
         while report.inputs < count:
             if name == "schema":
                 report.add(_by_schema(system.url, folder, seed + CLIENTS * len(held), not held))
@@ -101,7 +104,12 @@ def run_api(
                 spoilt = feed_api(system.url, number, seed, until, clients=CLIENTS, first=first)
                 report.add(spoilt)
             cancel_all(system.url, system.broker)
+            for job in still_open(system.url, PATIENCE):
+                report.findings.append(f"a cancelled job has not ended: {job}")
             held.append(Held.by(system.api.process.pid))
+            for finding in report.findings[told:]:
+                print(finding, flush=True)
+            told = len(report.findings)
             print(f"{report.line()}\n  {held[-1]}", flush=True)
             if time.monotonic() > until:
                 break

@@ -136,7 +136,8 @@ def refused(
     if not fields:
         return OpenAIError(400, message, code=code)
     faults = [(submission.names.get(f["field"]) or _bare(f["field"]), f["message"]) for f in fields]
-    text = "; ".join(f"{name}: {fault}" for name, fault in faults)
+    # One field may be several of the job's: a size is width and height.
+    text = "; ".join(dict.fromkeys(f"{name}: {fault}" for name, fault in faults))
     return OpenAIError(400, text, param=faults[0][0], code=code)
 
 
