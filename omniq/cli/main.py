@@ -7,6 +7,7 @@ Commands live in modules of their own that are imported when a command is used, 
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
 import click
@@ -37,6 +38,8 @@ COMMANDS = {
 }
 """Name -> module that defines it (as a function of that name) and its line in the help."""
 
+#: Settings with keys or passwords, whose values no message shows.
+SECRETS = frozenset({"api_keys", "message_keys", "flower_auth", "broker_url", "blob_redis_url"})
 BAD_INPUT = 2
 FAILURE = 1
 
@@ -117,12 +120,14 @@ def _about_settings(exc: Exception) -> bool:
 
 
 def _settings_faults(exc: Any) -> str:
-    if not hasattr(exc, "errors"):
-        return str(exc)
-    return "\n".join(
-        f"OMNIQ_{'.'.join(str(p) for p in e['loc']).upper()}: {e['msg']} (got {e['input']!r})"
-        for e in exc.errors(include_url=False)
-    )
+    if not hasattr(exc, "errors"):  # pydantic-settings could not even read a value
+        field = re.search(r'field "(\w+)"', str(exc))
+        return f"OMNIQ_{field[1].upper()}: must be JSON: {exc.__cause__}" if field else str(exc)
+    said = []
+    for e in exc.errors(include_url=False):
+        got = "" if e["loc"] and e["loc"][0] in SECRETS else f" (got {e['input']!r})"
+        said.append(f"OMNIQ_{'.'.join(str(p) for p in e['loc']).upper()}: {e['msg']}{got}")
+    return "\n".join(said)
 
 
 @click.group(cls=OmniqGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -91,6 +91,23 @@ def test_wrong_setting_is_one_clear_message() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_wrong_key_or_password_is_not_shown() -> None:
+    for setting in (
+        {"OMNIQ_MESSAGE_KEYS": '["hunter2"]'},
+        {"OMNIQ_BROKER_URL": "ftp://u:hunter2@h"},
+    ):
+        done = omniq("config", **setting)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"omniq: {next(iter(setting))}")
+        assert "hunter2" not in done.stderr
+
+
+def test_a_list_that_is_no_json_is_said_so() -> None:
+    done = omniq("config", OMNIQ_API_KEYS="secret")
+    assert done.returncode == 2
+    assert done.stderr.startswith("omniq: OMNIQ_API_KEYS: must be JSON: Expecting value")
+
+
 def test_a_variable_that_is_no_setting_is_said_with_what_was_meant() -> None:
     done = omniq("pipelines", OMNIQ_API_KEY="secret", OMNIQ_ZZZZZZZ="1")
     assert done.returncode == 0
