@@ -187,6 +187,7 @@ def test_generate_refuses_bad_parameters_before_it_starts_anything() -> None:
     done = omniq("generate", "a red circle", "--param", "width=63")
     assert done.returncode == 2
     assert "parameters.width" in done.stderr
+    assert "starting" not in done.stderr
     done = omniq("generate", "a red circle", "--input", "image=a.png")
     assert done.returncode != 0
     assert "input.image: unknown input; allowed: prompt" in done.stderr
