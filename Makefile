@@ -52,13 +52,11 @@ lint: install-test
 bandit: install-test
 	$(BIN)/bandit -q -c pyproject.toml -ll -r omniq api workers
 
-# Known weaknesses of dependencies are looked up on the internet.
+# Known weaknesses of dependencies are looked up on the internet. Fails if they cannot be, unless
+# AUDIT_FLAGS=--may-skip; says so in any case.
+AUDIT_FLAGS ?=
 audit: bandit
-	@if $(BIN)/python -c "import urllib.request as r; r.urlopen('https://pypi.org/pypi/pip/json', timeout=5)" \
-	    >/dev/null 2>&1; then \
-	  $(BIN)/python -m venv $(VENV)/audit && $(VENV)/audit/bin/pip install -q pip-audit && \
-	  $(VENV)/audit/bin/pip-audit -r $(CONSTRAINTS) --no-deps --disable-pip; \
-	else echo "pip-audit skipped: pypi.org cannot be reached"; fi
+	$(BIN)/python tools/audit.py $(AUDIT_FLAGS)
 
 docs: $(VENV)/.docs
 	$(BIN)/mkdocs build --strict

@@ -14,6 +14,7 @@ from omniq.config import PipelineConfig, available_pipelines, get_pipeline
 from omniq.config.request import validate_request
 from omniq.errors import BrokerUnavailable, ConfigError, OmniqError, Overloaded
 from omniq.inputs import read_inputs
+from omniq.job_request import merged
 from omniq.jobs.model import JobEvent, JobRecord
 from omniq.jobs.store import JobStore
 from omniq.jobs.webhooks import Webhook
@@ -219,7 +220,7 @@ class AsyncOmniLLM:
         """
         job_id = await self._submit(
             prompt,
-            {**(parameters or {}), **more},
+            merged(parameters, more),
             priority=priority,
             timeout=timeout,
             stream=False,
@@ -320,7 +321,7 @@ class AsyncOmniLLM:
         """
         return await self._submit(
             prompt,
-            {**(parameters or {}), **more},
+            merged(parameters, more),
             priority=priority,
             timeout=timeout,
             metadata=metadata,

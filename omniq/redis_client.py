@@ -41,7 +41,7 @@ UNAVAILABLE = (
 
 
 BROKER_SETTING = "OMNIQ_BROKER_URL"
-SHARED_LINE = frozenset({"EVAL", "EVALSHA", "HGET", "HGETALL", "PING", "SCRIPT LOAD"})
+SHARED_LINE = frozenset({"EVAL", "EVALSHA", "HGET", "HGETALL", "HMGET", "PING", "SCRIPT LOAD"})
 """Commands of all tasks that go over one connection: short to carry out, with short answers."""
 
 

@@ -85,3 +85,40 @@ class Tones(Engine):
 def tone_of(number: int, *, low: bool = True) -> Any:
     """What :class:`Tones` says for word ``number``: float32 [2400], 24 kHz."""
     return tone(24_000, 0.1, (220 + 40 * number) * (1 if low else 2))
+
+
+class Everything(Engine):
+    """Makes, of whatever it is given, something small of each kind that its stage puts out.
+
+    The prompt ``fail`` fails.
+    """
+
+    name = "everything"
+
+    async def load(self) -> None:
+        pass
+
+    async def warmup(self) -> None:
+        pass
+
+    async def run(
+        self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit
+    ) -> StageOutput:
+        if "prompt" in inputs and inputs["prompt"].value == "fail":
+            raise EngineError("told to fail")
+        made = StageOutput(metrics={"prompt_tokens": 1, "completion_tokens": 1})
+        for kind in self.stage.output_modalities:
+            if kind == "text":
+                made.values |= {"text": "YES", "finish_reason": "stop"}
+                emit.delta("text", {"text": "YES"})
+                continue
+            import torch
+
+            count = request.params.get("num_images_per_prompt") or 1
+            tensor = {
+                "image": torch.zeros(count, 8, 8, 3, dtype=torch.uint8),
+                "audio": torch.zeros(2400),
+                "pooling": torch.ones(4),
+            }[kind]
+            made.tensors[kind] = {kind: tensor}
+        return made

@@ -14,7 +14,7 @@ import omniq
 from omniq.settings import get_settings
 from omniq_api import openapi, problems
 from omniq_api.keys import ApiKeyMiddleware
-from omniq_api.limits import BodyLimitMiddleware
+from omniq_api.limits import BodyLimitMiddleware, HeadMiddleware
 from omniq_api.openai_compat import routes as openai_routes
 from omniq_api.routes import artifacts, dlq, generate, health, jobs, pipelines
 from omniq_api.services import open_services
@@ -71,10 +71,12 @@ def create_app() -> FastAPI:
         return RedirectResponse("docs")
 
     settings = get_settings()
-    app.add_middleware(BodyLimitMiddleware, limit=settings.max_body_bytes)
+    required = settings.api_auth == "required"
     app.add_middleware(
-        ApiKeyMiddleware, keys=settings.api_keys, required=settings.api_auth == "required"
+        BodyLimitMiddleware, limit=settings.max_body_bytes, seconds=settings.body_timeout
     )
+    app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys, required=required)
+    app.add_middleware(HeadMiddleware)
     problems.install(app)
-    openapi.install(app)
+    openapi.install(app, keys=required or bool(settings.api_keys))
     return app

@@ -19,13 +19,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omniq import tenants
-from omniq.errors import BrokerUnavailable
+from omniq.errors import BrokerUnavailable, NotReady
 from omniq.jobs.admission import Share, Usage
 from omniq.tenants import TenantKey, TenantKeys
-from omniq_api.openai_compat.faults import INVALID, error_body
-from omniq_api.problems import omniq_problem, problem_response
+from omniq_api.openai_error import INVALID, SERVER, error_body
+from omniq_api.problems import UNAVAILABLE_DETAIL, omniq_problem, problem_response
 
 PROTECTED = "/v1"
+UNAUTHORIZED = "send a valid API key as 'authorization: Bearer KEY'"
 TRUST = 1.0
 """Seconds for which a look at the keys is good: a revoked key is valid no longer than that."""
 REMEMBERED = 10_000
@@ -130,9 +131,10 @@ class ApiKeyMiddleware:
                     return None
             if not self._required and not await self._known.closed(found):
                 return None
-        except BrokerUnavailable as exc:
+        except (BrokerUnavailable, NotReady) as exc:
             if self._required or key:
-                return omniq_problem(Request(scope), exc)
+                also = error_body(UNAVAILABLE_DETAIL, SERVER, code=exc.code)
+                return omniq_problem(Request(scope), exc, also)
             # Nothing of a job can be read without a broker.
             scope[UNKNOWN] = True
             return None
@@ -145,20 +147,23 @@ class ApiKeyMiddleware:
         return not any(name == b"authorization" for name, _ in scope["headers"])
 
     def _is_protected(self, scope: Scope) -> bool:
-        path = str(scope["path"]).removeprefix(str(scope.get("root_path", "")))
-        return path == PROTECTED or path.startswith(f"{PROTECTED}/")
+        return is_protected(str(scope["path"]).removeprefix(str(scope.get("root_path", ""))))
+
+
+def is_protected(path: str) -> bool:
+    """Whether a path is one for which a key may be asked."""
+    return path == PROTECTED or path.startswith(f"{PROTECTED}/")
 
 
 def _unauthorized(scope: Scope) -> Response:
-    message = "send a valid API key as 'authorization: Bearer KEY'"
     return problem_response(
         Request(scope),
         401,
         "invalid_api_key",
-        message,
+        UNAUTHORIZED,
         headers={"www-authenticate": "Bearer"},
         # One document for both kinds of client: OpenAI's look for `error`.
-        members=error_body(message, INVALID, code="invalid_api_key"),
+        members=error_body(UNAUTHORIZED, INVALID, code="invalid_api_key"),
     )
 
 

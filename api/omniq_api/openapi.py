@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ConfigDict, Field
 
-from omniq_api.keys import PROTECTED
+from omniq_api.keys import UNAUTHORIZED, is_protected
 from omniq_api.problems import MEDIA_TYPE, TYPE_PREFIX
 
 
@@ -33,6 +34,12 @@ class Problem(BaseModel):
     errors: list[FieldFault] = Field(default_factory=list, description="Every faulty field.")
 
 
+#: How a file is described.
+FILE = {"schema": {"type": "string", "format": "binary"}}
+SCHEME = "apiKey"
+#: What may be answered before a route is reached; always a problem document.
+BEFORE = (401, 413, 500, 503)
+
 Example = tuple[str, str, str, list[tuple[str, str]]]
 
 EXAMPLES: dict[int, Example] = {
@@ -42,12 +49,7 @@ EXAMPLES: dict[int, Example] = {
         "the body is not valid JSON: unexpected end of data",
         [("body", "unexpected end of data")],
     ),
-    401: (
-        "No valid API key",
-        "invalid_api_key",
-        "send a valid API key as 'authorization: Bearer KEY'",
-        [],
-    ),
+    401: ("No valid API key", "invalid_api_key", UNAUTHORIZED, []),
     403: ("Not for tenants", "operators_only", "a tenant's key may not ask for this", []),
     404: (
         "Unknown",
@@ -60,7 +62,7 @@ EXAMPLES: dict[int, Example] = {
     413: (
         "Body too large",
         "body_too_large",
-        "the body may have at most 33554432 bytes",
+        "the body must have at most 33554432 bytes",
         [("body", "must have at most 33554432 bytes")],
     ),
     415: (
@@ -122,8 +124,12 @@ def _problem(status: int) -> dict[str, Any]:
     }
 
 
-def install(app: FastAPI) -> None:
-    """Make ``app.openapi()`` describe problems instead of FastAPI's own validation errors."""
+def install(app: FastAPI, *, keys: bool) -> None:
+    """Make ``app.openapi()`` describe problems instead of FastAPI's own validation errors.
+
+    Args:
+        keys: whether an API key is asked for in any case; else it is if there are tenants.
+    """
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -141,7 +147,8 @@ def install(app: FastAPI) -> None:
             schemas.update(own.pop("$defs"))
             schemas["Problem"] = own
             _drop_fastapis_errors(schema)
-            _ask_for_keys(schema)
+            _ask_for_keys(schema, always=keys)
+            _complete(schema)
             app.openapi_schema = schema
         return app.openapi_schema
 
@@ -158,20 +165,36 @@ def _drop_fastapis_errors(schema: dict[str, Any]) -> None:
                 del operation["responses"]["422"]
 
 
-def _ask_for_keys(schema: dict[str, Any]) -> None:
-    """Say that the routes below ``/v1`` take an API key, so that clients and ``/docs`` send one.
+def _operations(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for path, methods in schema["paths"].items():
+        for operation in methods.values():
+            yield path, operation
 
-    Whether one is wanted depends on the settings and on the keys there are: it may be left out.
-    """
+
+def _ask_for_keys(schema: dict[str, Any], *, always: bool) -> None:
+    """Who asks is found out before a route is reached, and needs the broker."""
     schema["components"]["securitySchemes"] = {
-        "api_key": {
+        SCHEME: {
             "type": "http",
             "scheme": "bearer",
-            "description": "One of `OMNIQ_API_KEYS`, or a tenant's. Wanted if there is any.",
+            "description": "The operator's key, or a tenant's.",
         }
     }
-    for path, methods in schema["paths"].items():
-        if path.startswith(f"{PROTECTED}/"):
-            for operation in methods.values():
-                operation["security"] = [{"api_key": []}, {}]
-                operation["responses"]["401"] = _problem(401)
+    for path, operation in _operations(schema):
+        if is_protected(path):
+            operation["security"] = [{SCHEME: []}] if always else [{SCHEME: []}, {}]
+            operation["responses"]["401"] = _problem(401)
+            operation["responses"].setdefault("503", _problem(503))
+
+
+def _complete(schema: dict[str, Any]) -> None:
+    """What FastAPI does not know: errors from before a route, and that events are no one text."""
+    for _, operation in _operations(schema):
+        for status in map(str, BEFORE):
+            content = operation["responses"].get(status, {}).get("content", {})
+            if content and MEDIA_TYPE not in content:
+                content |= _problem(int(status))["content"]
+        for response in operation["responses"].values():
+            for content in response.get("content", {}).values():
+                if "itemSchema" in content:
+                    content.pop("schema", None)

@@ -16,9 +16,12 @@ from fastapi.exceptions import HTTPException, RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omniq import errors
+from omniq.config.request import is_form
+from omniq_api.openai_error import INVALID, error_body
 
 logger = logging.getLogger("omniq.api")
 
@@ -114,8 +117,10 @@ def _short(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def omniq_problem(request: Request, exc: errors.OmniqError) -> Response:
-    """The problem for one of omniq's own errors."""
+def omniq_problem(
+    request: Request, exc: errors.OmniqError, members: Mapping[str, Any] | None = None
+) -> Response:
+    """The problem for one of omniq's own errors; ``members`` go along with 503."""
     status = next((STATUS[c] for c in type(exc).__mro__ if c in STATUS), 500)
     if status == 500:
         return incident(request, exc)
@@ -137,6 +142,7 @@ def omniq_problem(request: Request, exc: errors.OmniqError) -> Response:
             exc.code,
             UNAVAILABLE_DETAIL,
             headers={"retry-after": RETRY_AFTER},
+            members=members,
         )
     faults = exc.fields if isinstance(exc, errors.InvalidRequest) else ()
     return problem_response(request, status, exc.code, exc.message, faults=faults)
@@ -174,13 +180,32 @@ def http_problem(request: Request, exc: StarletteHTTPException) -> Response:
             members=exc.members,
         )
     code = _title(exc.status_code).lower().replace(" ", "_").replace("-", "_")
-    detail = str(exc.detail)
+    detail, headers = str(exc.detail), dict(exc.headers or {})
     if exc.status_code == 404:
         detail = f"no route {_path(request)}; see /docs"
     elif exc.status_code == 405:
-        allowed = (exc.headers or {}).get("Allow", "")
+        headers["Allow"] = allowed = ", ".join(_methods(request))
         detail = f"{request.method} is not allowed here; allowed: {allowed}"
-    return problem_response(request, exc.status_code, code, detail, headers=exc.headers)
+    return problem_response(
+        request,
+        exc.status_code,
+        code,
+        detail,
+        headers=headers,
+        members=error_body(_short(detail), INVALID, code=code),
+    )
+
+
+def _methods(request: Request) -> list[str]:
+    """All methods that the path has."""
+    scope = request.scope
+    found = {
+        method
+        for route in request.app.router.routes
+        for method in ("GET", "POST", "PUT", "PATCH", "DELETE")
+        if route.matches({**scope, "method": method})[0] is Match.FULL
+    }
+    return sorted(found | ({"HEAD"} if "GET" in found else set()))
 
 
 def validation_problem(request: Request, exc: RequestValidationError) -> Response:
@@ -195,6 +220,8 @@ def validation_problem(request: Request, exc: RequestValidationError) -> Respons
             f"the body is not valid JSON: {reason}",
             faults=[{"field": "body", "message": reason}],
         )
+    # Of the forms that a field may have, the one whose type was right tells more.
+    found = sorted(found, key=lambda e: _is_of_a_form(e) and e["type"].endswith("_type"))
     faults = [_fault(e) for e in found]
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     detail = f"{faults[0]['field']}: {faults[0]['message']}{more}"
@@ -205,12 +232,17 @@ def _fault(error: dict[str, Any]) -> Fault:
     where, *path = error["loc"]
     if path and path[-1] == "[key]":
         path.pop()
+    path = [part for part in path if not is_form(part)]
     field = ".".join(str(part) for part in path) or str(where)
     if where == "header":
         field = "-".join(part.capitalize() for part in field.split("-"))
     messages = {"extra_forbidden": "unknown field", "missing": "required, but missing"}
     message = messages.get(error["type"], error["msg"]).removeprefix("Value error, ")
     return {"field": field, "message": message}
+
+
+def _is_of_a_form(error: Any) -> bool:
+    return any(map(is_form, error["loc"]))
 
 
 class IncidentMiddleware:

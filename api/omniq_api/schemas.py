@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from omniq.config import get_pipeline
 from omniq.errors import UnknownPipeline
 from omniq.jobs.model import ArtifactInfo, JobRecord, JobState, MissingOutput, StageRecord
+from omniq.jobs.store import CURSOR
 from omniq.jobs.webhooks import Webhook
 
 MAX_KEYS = 64
@@ -219,7 +220,11 @@ class JobQuery(BaseModel):
     state: list[JobState] = Field(default_factory=list, max_length=len(JobState))
     pipeline: str | None = Field(None, max_length=64)
     limit: int = Field(50, ge=1, le=200)
-    cursor: str | None = Field(None, max_length=64)
+    cursor: str | None = Field(
+        None,
+        description="`next` of the page before.",
+        json_schema_extra={"pattern": CURSOR.pattern},
+    )
 
 
 class StageReadinessView(BaseModel):

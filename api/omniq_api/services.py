@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated
 
-from fastapi import Depends, Request
+from fastapi import Depends, Header, Request
+from pydantic import AfterValidator
 
 from omniq.errors import BrokerUnavailable
 from omniq.jobs.model import JobEvent
@@ -17,6 +18,7 @@ from omniq.jobs.store import JobStore
 from omniq.jobs.webhooks import Webhook
 from omniq.jobs.workers import WorkerRegistry
 from omniq.redis_client import Client, broker_errors, connect
+from omniq.submit import IDEMPOTENCY_KEY
 from omniq.tenants import TenantKey
 from omniq_api.keys import KEY, STORE, UNKNOWN
 from omniq_api.openai_compat.faults import SERVICES
@@ -170,10 +172,32 @@ async def operators_services(request: Request) -> Services:
     return services
 
 
+def _check_key(value: str | None) -> str | None:
+    if value is not None and not IDEMPOTENCY_KEY.fullmatch(value):
+        raise ValueError("must be 1 to 255 printable ASCII characters")
+    return value
+
+
 # A coroutine although it awaits nothing: FastAPI sends plain functions through a thread pool.
 async def mount_path(request: Request) -> str:
     """The path the API is mounted under, without a trailing slash; usually empty."""
     return str(request.scope.get("root_path", "")).rstrip("/")
+
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        description="A request that comes again with the same key and content is answered with the "
+        "job of the first one; with other content, 409. 1 to 255 printable ASCII characters.",
+        json_schema_extra={"pattern": IDEMPOTENCY_KEY.pattern},
+    ),
+    AfterValidator(_check_key),
+]
+
+
+async def idempotent(key: IdempotencyKey = None) -> None:
+    """For routes that make jobs: their header, which :func:`live_services` reads."""
 
 
 Live = Annotated[Services, Depends(live_services)]

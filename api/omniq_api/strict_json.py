@@ -24,6 +24,8 @@ FORM = "multipart/form-data"
 #: The form's field that holds the request without its files.
 JSON_FIELD = "request"
 MAX_FILES = 32
+#: More than one is a fault, which is told by the field's name.
+MAX_FIELDS = 32
 #: ``openapi_extra=`` of a route that reads forms.
 FORM_BODY: dict[str, Any] = {
     "requestBody": {
@@ -36,6 +38,8 @@ FORM_BODY: dict[str, Any] = {
                         JSON_FIELD: {
                             "type": "string",
                             "description": "The request as JSON, without its files.",
+                            "contentMediaType": JSON,
+                            "contentSchema": {"$ref": "#/components/schemas/JobRequest"},
                         }
                     },
                     "additionalProperties": {
@@ -172,7 +176,7 @@ async def form_parts(request: Request, max_fields: int) -> list[tuple[str, str |
 async def _read_job(request: Request) -> dict[str, Any]:
     value: Any = None
     files: dict[str, list[bytes]] = {}
-    for name, item in await form_parts(request, max_fields=1):
+    for name, item in await form_parts(request, MAX_FIELDS):
         if name == JSON_FIELD:
             if value is not None:
                 raise bad_form(JSON_FIELD, "is given twice")

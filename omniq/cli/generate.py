@@ -12,11 +12,11 @@ from typing import Any
 
 import click
 import redis.asyncio
-import yaml
 
 from omniq.async_client import AsyncOmniLLM
 from omniq.cli.options import echo_json, pipeline_option
 from omniq.config import PipelineConfig
+from omniq.config.loader import read_yaml
 from omniq.errors import BrokerUnavailable, OmniqError
 from omniq.jobs.workers import WorkerRegistry
 from omniq.redis_client import connect
@@ -79,6 +79,8 @@ def generate(
     starts one for this request only. Without -o each result file is saved under its own name.
     """
     _check_writable(output)
+    if output is not None:
+        _check_suffix(output)
     parameters = _parameters(params)
     if seed is not None:
         parameters["seed"] = seed
@@ -108,10 +110,7 @@ def _parameters(params: tuple[str, ...]) -> dict[str, Any]:
     """Values as YAML, so that ``7``, ``1.5``, ``true``, ``[a, b]`` work; of one name the last."""
     found: dict[str, Any] = {}
     for name, text in _pairs(params, "--param"):
-        try:
-            found[name] = yaml.safe_load(text)
-        except yaml.YAMLError as exc:
-            raise click.BadParameter(f"'{name}={text}': {exc}", param_hint="--param") from exc
+        found[name] = read_yaml(text, f"--param {name}")
     return found
 
 
@@ -198,6 +197,16 @@ def _check_writable(output: Path | None) -> None:
     folder = Path() if output is None else output.parent
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise click.BadParameter(f"{str(folder)!r} is no folder to write to", param_hint="--output")
+
+
+def _check_suffix(output: Path) -> None:
+    """Find out as early that nobody can write such a picture."""
+    from PIL import Image  # noqa: PLC0415 - as in `_bytes_for`
+
+    form = Image.registered_extensions().get(output.suffix.lower())
+    if form is not None and form not in Image.SAVE:
+        message = f"{output.suffix} files can be read only"
+        raise click.BadParameter(message, param_hint="--output")
 
 
 def _save(result: OmniRequestOutput, output: Path | None) -> list[Path]:

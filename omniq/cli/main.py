@@ -38,8 +38,9 @@ COMMANDS = {
 }
 """Name -> module that defines it (as a function of that name) and its line in the help."""
 
-#: Settings with keys or passwords, whose values no message shows.
-SECRETS = frozenset({"api_keys", "message_keys", "flower_auth", "broker_url", "blob_redis_url"})
+SECRETS = ("broker_url", "blob_redis_url", "flower_auth", "api_keys", "message_keys")
+"""Settings that hold passwords, which no error repeats."""
+
 BAD_INPUT = 2
 FAILURE = 1
 
@@ -123,11 +124,12 @@ def _settings_faults(exc: Any) -> str:
     if not hasattr(exc, "errors"):  # pydantic-settings could not even read a value
         field = re.search(r'field "(\w+)"', str(exc))
         return f"OMNIQ_{field[1].upper()}: must be JSON: {exc.__cause__}" if field else str(exc)
-    said = []
-    for e in exc.errors(include_url=False):
-        got = "" if e["loc"] and e["loc"][0] in SECRETS else f" (got {e['input']!r})"
-        said.append(f"OMNIQ_{'.'.join(str(p) for p in e['loc']).upper()}: {e['msg']}{got}")
-    return "\n".join(said)
+    lines = []
+    for error in exc.errors(include_url=False):
+        name = ".".join(str(part) for part in error["loc"])
+        got = "" if name.partition(".")[0] in SECRETS else f" (got {error['input']!r})"
+        lines.append(f"OMNIQ_{name.upper()}: {error['msg'].removeprefix('Value error, ')}{got}")
+    return "\n".join(lines)
 
 
 @click.group(cls=OmniqGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -71,7 +71,7 @@ async def test_a_request_that_comes_again_is_answered_with_its_job(
     other = await client.post("/v1/jobs", json={**BODY, "priority": 1}, headers=KEY)
     assert (problem(other).status, problem(other).code) == (409, "idempotency_conflict")
     faulty = await client.post("/v1/jobs", json=BODY, headers={"idempotency-key": "x" * 256})
-    assert problem(faulty).fields == ["idempotency_key"]
+    assert problem(faulty).fields == ["Idempotency-Key"]
 
 
 async def test_requests_at_the_same_time_and_after_a_restart_are_one_job(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -222,6 +223,10 @@ async def test_a_body_above_the_cap_is_413(
         assert (found.status, found.code, found.fields) == (413, "body_too_large", ["body"])
     taken = await client.post("/v1/jobs", content=chunked(1000), headers=JSON)
     assert taken.status_code == 202
+    for content in (raw.ljust(1001), chunked(1001)):
+        told = await client.post("/v1/completions", content=content, headers=JSON)
+        assert told.status_code == 413
+        assert told.json()["error"]["code"] == "body_too_large"
 
 
 async def test_an_unknown_route_is_a_404_problem(client: httpx.AsyncClient) -> None:
@@ -235,6 +240,14 @@ async def test_odd_paths_are_404(client: httpx.AsyncClient, path: str) -> None:
     found = problem(await client.get(f"http://api{path}"))
     assert found.status == 404
     assert found.body["instance"].isascii()
+
+
+async def test_a_name_with_a_line_break_is_an_unknown_name(client: httpx.AsyncClient) -> None:
+    """Not an unknown route, whose answer is not the one that is documented there."""
+    model = await client.get("/v1/models/a%0Ab%0A")
+    assert (model.status_code, model.json()["error"]["code"]) == (404, "model_not_found")
+    artifact = problem(await client.get("/v1/jobs/x/artifacts/a%0Ab%0A"))
+    assert (artifact.status, artifact.code) == (404, "job_not_found")
 
 
 @pytest.mark.parametrize("host", ["[", "a b", "x" * 5000, "", "evil.example"])
@@ -253,3 +266,64 @@ async def test_a_wrong_method_is_a_405_problem_that_says_what_is_allowed(
     found = problem(response)
     assert (found.status, found.code) == (405, "method_not_allowed")
     assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/jobs", "GET, HEAD, POST"),
+        ("/health", "GET, HEAD"),
+        ("/v1/jobs/x/cancel", "POST"),
+        ("/v1/dlq/x", "DELETE, GET, HEAD"),
+        ("/v1/models/a/b", "GET, HEAD"),
+    ],
+)
+async def test_all_methods_of_a_path_are_named(
+    client: httpx.AsyncClient, path: str, allowed: str
+) -> None:
+    """Also where a path has several routes."""
+    response = await client.request("QUERY", path)
+    assert (response.status_code, response.headers["allow"]) == (405, allowed)
+    assert problem(response).detail.endswith(f"allowed: {allowed}")
+
+
+@pytest.mark.parametrize("path", ["/health", "/docs", "/v1/jobs", "/v1/jobs/x", "/v1/nothing"])
+async def test_head_is_get_without_the_body(client: httpx.AsyncClient, path: str) -> None:
+    whole, head = await client.get(path), await client.head(path)
+    assert head.content == b""
+    assert head.status_code == whole.status_code
+    assert head.headers == whole.headers
+
+
+async def test_head_of_a_stream_ends_at_once(client: httpx.AsyncClient) -> None:
+    job_id = (await client.post("/v1/jobs", json=BODY)).json()["id"]
+    head = await client.head(f"/v1/jobs/{job_id}/events")
+    assert head.headers["content-type"].startswith("text/event-stream")
+
+
+async def test_a_compressed_body_is_415(client: httpx.AsyncClient) -> None:
+    packed = {**JSON, "content-encoding": "gzip"}
+    for path in ("/v1/jobs", "/v1/chat/completions"):
+        response = await client.post(path, content=gzip.compress(b"{}"), headers=packed)
+        found = problem(response)
+        assert (found.status, found.code) == (415, "unsupported_content_encoding")
+        assert response.headers["accept-encoding"] == "identity"
+
+
+@pytest.mark.usefixtures("broker", "small_bodies")
+@pytest.mark.parametrize(
+    ("method", "path", "code"),
+    [
+        ("POST", "/v1/responses", "not_found"),
+        ("DELETE", "/v1/models/x", "method_not_allowed"),
+        ("POST", "/v1/chat/completions", "body_too_large"),
+    ],
+)
+async def test_openais_clients_understand_what_no_route_answers(
+    client: httpx.AsyncClient, method: str, path: str, code: str
+) -> None:
+    content = b" " * 1001 if code == "body_too_large" else b""
+    response = await client.request(method, path, content=content, headers=JSON)
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", code)
+    assert error["message"] == problem(response).detail

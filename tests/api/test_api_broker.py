@@ -80,6 +80,16 @@ async def test_a_stopped_broker_is_503_on_every_route(own_valkey: Any) -> None:
             await is_unavailable_at_once(client, method, path)
 
 
+async def test_openais_clients_are_told_so_in_their_form(own_valkey: Any) -> None:
+    """Also where a key cannot be looked up, before their routes are reached."""
+    own_valkey.stop()
+    headers = {"authorization": f"Bearer omq_{'0' * 12}_{'a' * 43}"}
+    async with api() as client:
+        answer = await client.get("/v1/models", headers=headers)
+        assert problem(answer).status == 503
+        assert answer.json()["error"]["code"] == "broker_unavailable"
+
+
 async def test_a_broker_that_never_answers_is_503_on_every_route(mute_broker: None) -> None:
     async with api() as client:
         await asyncio.gather(*(is_unavailable_at_once(client, m, p) for m, p in ROUTES))

@@ -216,6 +216,7 @@ async def test_faulty_forms(client: httpx.AsyncClient) -> None:
         ({"request": "[]"}, "request: must be the request as a JSON object"),
         ({"request": '{"input": 3}'}, "'input' must be an object"),
         ({"other": "{}"}, "other: must be a file"),
+        ({"other": "{}", "more": "{}"}, "other: must be a file"),
         ({"request": json.dumps(body_with("x"))}, "image: is given twice"),
     ):
         answer = problem(await client.post("/v1/jobs", data=data, files=files))

@@ -1,4 +1,9 @@
-"""Random bad inputs for what strangers reach: bytes, texts, requests. All from one seed."""
+"""Random bad inputs for what strangers reach: bytes, texts, requests. All from one seed.
+
+Requests that are valid HTTP and JSON and at odds with the schema are schemathesis' business
+(``schema_fuzz.py``). Those here are spoilt as bytes: JSON and forms cut short, with flipped bits,
+doubled parts, NaN or lone surrogates, paths and headers that no schema has.
+"""
 
 from __future__ import annotations
 
@@ -70,132 +75,63 @@ def value(rng: random.Random, depth: int = 3) -> Any:
     return {text(rng)[:40]: value(rng, depth - 1) for _ in range(rng.choice((1, 3)))}
 
 
-class Schemas:
-    """Values for the schemas of an OpenAPI document: near to right ones, with faults."""
-
-    def __init__(self, document: dict[str, Any], rng: random.Random, wrong: float = 0.08) -> None:
-        self.document, self.rng, self.wrong = document, rng, wrong
-
-    def of(self, schema: Any, depth: int = 0) -> Any:
-        """A value that fits but for faults, each part with probability ``wrong``."""
-        rng = self.rng
-        if not isinstance(schema, dict) or rng.random() < self.wrong or depth > 8:
-            return value(rng)
-        if "$ref" in schema:
-            return self.of(self._named(schema["$ref"]), depth + 1)
-        for several in ("anyOf", "oneOf", "allOf"):
-            if several in schema:
-                return self.of(rng.choice(schema[several]), depth + 1)
-        fixed = [schema["const"]] if "const" in schema else schema.get("enum")
-        if not fixed and rng.random() < 0.4:
-            fixed = schema.get("examples")
-        return rng.choice(fixed) if fixed else self._plain(schema, depth)
-
-    def _plain(self, schema: dict[str, Any], depth: int) -> Any:
-        rng, kind = self.rng, schema.get("type")
-        if kind == "object" or "properties" in schema:
-            required = set(schema.get("required", ()))
-            made = {
-                name: self.of(inner, depth + 1)
-                for name, inner in schema.get("properties", {}).items()
-                if name in required or rng.random() < 0.4
-            }
-            if rng.random() < 0.15:
-                made[text(rng)[:40]] = value(rng)
-            inner = schema.get("additionalProperties")
-            if isinstance(inner, dict) and rng.random() < 0.5:
-                made[rng.choice(("seed", "width", "a", text(rng)[:40]))] = self.of(inner, depth + 1)
-            return made
-        if kind == "array":
-            count = rng.choice((0, 1, 1, 2, 20))
-            return [self.of(schema.get("items", {}), depth + 1) for _ in range(count)]
-        if kind in ("integer", "number"):
-            low, high = schema.get("minimum", 0), schema.get("maximum", 100)
-            number = rng.choice((low, high, rng.randint(int(low), max(int(low), int(high)))))
-            return number + rng.choice((0, 0, 0, 1, -1, 0.5))
-        if kind == "boolean":
-            return rng.random() < 0.5
-        return text(rng) if kind == "string" else value(rng)
-
-    def _named(self, ref: str) -> Any:
-        found: Any = self.document
-        for part in ref.removeprefix("#/").split("/"):
-            found = found[part]
-        return found
-
-    def request(self) -> dict[str, Any]:
-        """One request for httpx: method, url, headers, content."""
-        rng = self.rng
-        path = rng.choice(list(self.document["paths"]))
-        methods = self.document["paths"][path]
-        method = rng.choice(list(methods)) if rng.random() < 0.95 else "patch"
-        operation = methods.get(method, {})
-        url, query, headers = path, [], {}
-        for each in operation.get("parameters", ()):
-            given = str(self.of(each.get("schema", {})))
-            name = each["name"]
-            if each["in"] == "path":
-                url = url.replace(
-                    "{" + name + "}", quote(_encodable(given), safe="/" * rng.randrange(2))
-                )
-            elif rng.random() < 0.6 and each["in"] == "query":
-                query.append(f"{name}={quote(_encodable(given))}")
-            elif rng.random() < 0.6 and each["in"] == "header":
-                headers[name] = _header(given)
-        body, kind = self._body(operation)
-        if kind:
-            headers["content-type"] = kind
-        if rng.random() < 0.1:
-            name = rng.choice(("accept", "last-event-id", "idempotency-key", "if-none-match"))
-            headers[name] = _header(text(rng))
-        for left in ("{name}", "{job_id}", "{path}"):
-            url = url.replace(left, "x")
-        return {
-            "method": method.upper(),
-            "url": url + ("?" + "&".join(query) if query else ""),
-            "headers": headers,
-            "content": body,
-        }
-
-    def _body(self, operation: dict[str, Any]) -> tuple[bytes, str]:
-        rng = self.rng
-        kinds = operation.get("requestBody", {}).get("content", {})
-        if not kinds:
-            return b"", ""
-        kind = rng.choice(list(kinds))
-        made = self.of(kinds[kind].get("schema", {}))
-        if kind.startswith("multipart/"):
-            return self._form(made)
-        data = json.dumps(made).encode()
-        if rng.random() < 0.15:
-            data = mutated(rng, data)
-        if rng.random() < 0.03:
-            kind = rng.choice(("text/plain", "application/json; charset=utf-7", "x", ""))
-        return data, kind
-
-    def _form(self, made: Any) -> tuple[bytes, str]:
-        rng, edge = self.rng, b"edge"
-        parts = b""
-        for name, item in made.items() if isinstance(made, dict) else ():
-            data = (
-                item.encode("utf-8", "replace")
-                if isinstance(item, str)
-                else json.dumps(item).encode()
-            )
-            shown = json.dumps(name[:40])
-            file = f"; filename={json.dumps(text(rng)[:40])}" if rng.random() < 0.4 else ""
-            head = f"content-disposition: form-data; name={shown}{file}\r\n\r\n"
-            parts += b"--" + edge + b"\r\n" + head.encode("utf-8", "replace") + data + b"\r\n"
-        body = parts + b"--" + edge + b"--\r\n"
-        if rng.random() < 0.2:
-            body = mutated(rng, body)
-        return body, "multipart/form-data; boundary=edge"
+#: Right requests, to be spoilt: method, path, content type, body.
+BOUNDARY = "edge"
+JSON, FORM = "application/json", f"multipart/form-data; boundary={BOUNDARY}"
 
 
-def _encodable(given: str) -> str:
-    return given.encode("utf-8", "replace").decode()
+def _form(*parts: tuple[str, bytes]) -> bytes:
+    head = "--{}\r\ncontent-disposition: form-data; name={}\r\n\r\n"
+    found = [head.format(BOUNDARY, n).encode() + data + b"\r\n" for n, data in parts]
+    return b"".join(found) + f"--{BOUNDARY}--\r\n".encode()
 
 
-def _header(given: str) -> str:
-    """As far as a client can send it."""
-    return "".join(c for c in given if " " <= c < "\x7f")[:2000]
+_JOB = {"pipeline": "talk", "input": {"prompt": "a"}, "parameters": {"seed": 1}, "priority": 3}
+_SAID = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+_PAINT = {"model": "paint", "prompt": "a"}
+REQUESTS = [
+    ("POST", "/v1/jobs?wait=1", JSON, _JOB),
+    ("POST", "/v1/jobs", FORM, _form(("request", json.dumps(_JOB).encode()), ("image", b"x"))),
+    ("POST", "/v1/generate?wait=5", JSON, _JOB),
+    ("POST", "/v1/chat/completions", JSON, {"model": "talk", "messages": _SAID, "stream": True}),
+    ("POST", "/v1/completions", JSON, {"model": "talk", "prompt": ["a", [1, 2]], "max_tokens": 2}),
+    ("POST", "/v1/embeddings", JSON, {"model": "embed", "input": "a", "dimensions": 2}),
+    ("POST", "/v1/audio/speech", JSON, {"model": "speak", "input": "a", "voice": "b"}),
+    ("POST", "/v1/images/generations", JSON, {**_PAINT, "size": "64x64", "n": 2}),
+    (
+        "POST",
+        "/v1/images/edits",
+        FORM,
+        _form(("model", b"paint"), ("prompt", b"a"), ('image; filename="a"', b"x")),
+    ),
+    ("GET", "/v1/jobs?limit=2&state=queued&cursor=1.5~a", "", b""),
+    ("GET", "/v1/jobs/01970000000070008000/events", "", b""),
+    ("GET", "/v1/jobs/01970000000070008000/artifacts/image", "", b""),
+    ("GET", "/v1/models/talk", "", b""),
+    ("GET", "/v1/pipelines/talk", "", b""),
+    ("POST", "/v1/dlq/message.0/retry", "", b""),
+]  # fmt: skip
+HEADERS = (
+    "accept", "last-event-id", "idempotency-key", "if-none-match", "content-type", "range",
+    "content-encoding", "x-forwarded-prefix", "expect",
+)  # fmt: skip
+
+
+def request(rng: random.Random) -> dict[str, Any]:
+    """One request for httpx (method, url, headers, content), its bytes spoilt."""
+    method, url, kind, right = rng.choice(REQUESTS)
+    body = right if isinstance(right, bytes) else json.dumps(right).encode()
+    headers = {"content-type": kind} if kind else {}
+    chosen = rng.random()
+    if body and chosen < 0.6:
+        body = mutated(rng, body)
+    elif isinstance(right, dict) and chosen < 0.8:
+        spoilt = {**right, rng.choice(list(right)): value(rng)}
+        body = json.dumps(spoilt).encode()  # NaN and lone surrogates, too
+    elif chosen < 0.9:
+        name = rng.choice(HEADERS)
+        headers[name] = "".join(c for c in text(rng) if " " <= c < "\x7f")[:2000]
+    else:
+        data = mutated(rng, url.encode())
+        url = "/" + quote(data, safe="/?=&%~" if rng.random() < 0.8 else "")
+    return {"method": method, "url": url, "headers": headers, "content": body}

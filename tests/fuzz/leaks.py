@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import httpx
 import psutil
 import redis
+from fuzz_system import KEY
 
 #: Descriptors and threads that pools of connections and of workers may add after the warm-up.
 ROOM = 64
@@ -48,10 +49,30 @@ class Held:
 def cancel_all(url: str, broker: redis.Redis, namespace: str = "omniq") -> int:
     """End every open job by the API; returns how many there were."""
     ended = 0
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, headers=KEY, timeout=60) as client:
         for job_id in broker.zrange(f"{namespace}:jobs", 0, -1):
             ended += client.post(f"/v1/jobs/{job_id.decode()}/cancel").status_code < 300
     return ended
+
+
+def still_open(url: str, patience: float) -> list[str]:
+    """Jobs that have not ended some seconds after all were cancelled."""
+    until = time.monotonic() + patience
+    asked = {"state": ["queued", "running", "cancelling"], "limit": 200}
+    with httpx.Client(base_url=url, headers=KEY, timeout=60) as client:
+        while jobs := client.get("/v1/jobs", params=asked).json()["jobs"]:
+            if time.monotonic() > until:
+                return [client.get(job["urls"]["self"]).text for job in jobs]
+            time.sleep(0.2)
+    return []
+
+
+def drop_letters(url: str) -> None:
+    """Give up all dead letters, which are kept longer than other jobs."""
+    with httpx.Client(base_url=url, headers=KEY, timeout=60) as client:
+        while letters := client.get("/v1/dlq").json()["dead_letters"]:
+            for letter in letters:
+                client.delete(f"/v1/dlq/{letter['id']}")
 
 
 def keys_of_jobs(broker: redis.Redis) -> Counter[str]:

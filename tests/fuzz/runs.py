@@ -13,24 +13,15 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
-from bad_inputs import Schemas
-from omniq_process import OmniqProcess, omniq_processes
-from support import free_port, wait_until
-from targets import LOCAL, OMNI
+from bad_inputs import request
+from fuzz_system import KEY
+from targets import LOCAL
 
 #: Seconds after which one input counts as a hang.
 HANG = 20.0
-#: Routes that wait for a job: a right request to them is answered when a worker has run it.
-WAITING = (
-    "/v1/generate", "/v1/chat/completions", "/v1/completions", "/v1/embeddings",
-    "/v1/images/generations", "/v1/images/edits", "/v1/audio/speech",
-)  # fmt: skip
-#: Seconds a client waits there.
-PATIENCE = 0.3
 
 
 @dataclass
@@ -83,33 +74,6 @@ def no_hang(seconds: float = HANG) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@contextlib.contextmanager
-def running_api(
-    folder: Path, broker_url: str, **settings: str
-) -> Iterator[tuple[str, OmniqProcess]]:
-    """Address and process of an API that knows the pipelines of ``folder``; without workers."""
-    (folder / "fuzz.yaml").write_text(OMNI)
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    env = {
-        "OMNIQ_BROKER_URL": broker_url,
-        "OMNIQ_PIPELINES": json.dumps([str(folder)]),
-        "OMNIQ_DEFAULT_PIPELINE": "fuzz",
-        **settings,
-    }
-    with omniq_processes(folder) as start:
-        server = start("api", "--port", str(port), **env)
-
-        def up() -> bool:
-            assert server.process.poll() is None, server.output()
-            with contextlib.suppress(httpx.TransportError):
-                return httpx.get(f"{url}/health").status_code == 200
-            return False
-
-        wait_until(up, 60, "the API answers")
-        yield url, server
-
-
 def feed(name: str, count: int, seed: int, until: float = float("inf")) -> Report:
     """``count`` inputs to a local target; input *i* depends on the seed and *i* only."""
     report = Report(name)
@@ -141,19 +105,18 @@ def feed_api(
     """``count`` requests from number ``first`` on to a running API, by several clients at once."""
     report = Report("api")
     begun = time.monotonic()
-    document = httpx.get(f"{url}/openapi.json").json()
     numbers = iter(range(first, first + count))
     lock = threading.Lock()
 
     def ask() -> None:
-        with httpx.Client(base_url=url, timeout=HANG) as client:
+        with httpx.Client(base_url=url, headers=KEY, timeout=HANG) as client:
             while time.monotonic() < until:
                 with lock:
                     i = next(numbers, None)
                 if i is None:
                     return
                 part = Report("api", inputs=1)
-                asked = Schemas(document, random.Random(f"api-{seed}-{i}")).request()
+                asked = request(random.Random(f"api-{seed}-{i}"))
                 started = time.monotonic()
                 fault = _ask(client, asked, part)
                 part.slowest = time.monotonic() - started
@@ -172,46 +135,19 @@ def feed_api(
 
 def _ask(client: httpx.Client, asked: dict[str, Any], report: Report) -> str | None:
     """What is wrong with the answer, if anything is."""
-    path = asked["url"].partition("?")[0]
-    # Events never end, and jobs never do where there are no workers.
-    endless = path in WAITING or path.endswith("/events") or "wait=" in asked["url"]
     try:
-        request = client.build_request(**asked)
-        request.extensions["timeout"] = httpx.Timeout(PATIENCE if endless else HANG).as_dict()
-        response = client.send(request)
-    except httpx.ReadTimeout:
-        return _silence(client, report) if endless else "no answer"
+        response = client.send(client.build_request(**asked))
+    except httpx.TimeoutException:
+        return "no answer"
     except (httpx.InvalidURL, httpx.LocalProtocolError):
         return None  # no client can send it
     except httpx.TransportError as exc:
         return repr(exc)
     report.answers[response.status_code] += 1
     report.accepted += response.status_code < 400
-    return _fault_of(response)
-
-
-def _silence(client: httpx.Client, report: Report) -> str | None:
-    """An answer that waits for a worker: whether others are served meanwhile."""
-    report.accepted += 1
-    report.answers[0] += 1
-    try:
-        return None if client.get("/health").status_code == 200 else "/health is not 200"
-    except httpx.TransportError as exc:
-        return f"/health: {exc!r}"
-
-
-def _fault_of(response: httpx.Response) -> str | None:
     status, shown = response.status_code, response.text[:300]
-    path = response.request.url.path
-    # There are no workers; neither are there so many jobs that one is refused for them.
-    if (
-        status >= 500
-        and (status, path) != (503, "/ready")
-        and not (status == 504 and path in WAITING)
-    ):
+    if status >= 500:
         return f"status {status}: {shown}"
-    if status == 503:
-        return None
     if status >= 400 and not _is_error(response):
         return f"status {status} without an error document: {shown}"
     return "a traceback in the answer" if "Traceback (most" in response.text else None

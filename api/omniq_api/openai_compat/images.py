@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Request, Response
+from fastapi import APIRouter, Body, Depends, Request, Response
 
 from omniq.config.request import validate_request
 from omniq.config.served import ServedModel
@@ -20,12 +20,14 @@ from omniq.inputs.faults import invalid
 from omniq.jobs.model import ArtifactInfo, JobRecord
 from omniq.submit import fetch_input
 from omniq_api.openai_compat import image_mapping, mapping, running
-from omniq_api.openai_compat.faults import FAULTS, SERVER, OpenAIError, OpenAIRoute, responses
+from omniq_api.openai_compat.answer_models import Pictures, answer
+from omniq_api.openai_compat.faults import FAULTS, OpenAIError, OpenAIRoute, responses
 from omniq_api.openai_compat.image_form import ImageFormRoute
 from omniq_api.openai_compat.mapping import Submission
 from omniq_api.openai_compat.schemas import ImageEditRequest, ImageRequest
+from omniq_api.openai_error import SERVER
 from omniq_api.schemas import artifact_url, job_urls
-from omniq_api.services import Live, Services
+from omniq_api.services import Live, Services, idempotent
 from omniq_api.strict_json import FORM
 
 router = APIRouter(prefix="/images")
@@ -37,7 +39,8 @@ edits = APIRouter(route_class=ImageFormRoute)
     "/generations",
     summary="Make pictures",
     response_class=Response,
-    responses=responses(*FAULTS),
+    dependencies=[Depends(idempotent)],
+    responses={**answer(Pictures), **responses(*FAULTS)},
 )
 async def generate(request: Request, services: Live, body: ImageRequest) -> Response:
     """Pictures from a text. A client that disconnects cancels its jobs."""
@@ -48,7 +51,8 @@ async def generate(request: Request, services: Live, body: ImageRequest) -> Resp
     "/edits",
     summary="Make pictures from pictures",
     response_class=Response,
-    responses=responses(*FAULTS),
+    dependencies=[Depends(idempotent)],
+    responses={**answer(Pictures), **responses(*FAULTS)},
 )
 async def edit(
     request: Request, services: Live, body: Annotated[ImageEditRequest, Body(media_type=FORM)]

@@ -6,16 +6,25 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from omniq.config.served import ServedModel, served_models
 from omniq_api.openai_compat import answers, chat_audio, images, mapping, running, speech
+from omniq_api.openai_compat.answer_models import (
+    ChatCompletion,
+    Completion,
+    Embeddings,
+    Model,
+    ModelList,
+    answer,
+)
 from omniq_api.openai_compat.faults import FAULTS, OpenAIError, OpenAIRoute, responses
 from omniq_api.openai_compat.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
 from omniq_api.openai_compat.sound_stream import SpokenJob
 from omniq_api.openai_compat.stream import JobStream, chat_chunks, completion_chunks
 from omniq_api.openai_compat.streaming import streamed
-from omniq_api.services import Live
+from omniq_api.paths import REST
+from omniq_api.services import Live, idempotent
 
 router = APIRouter(prefix="/v1", tags=["openai"], route_class=OpenAIRoute)
 router.include_router(images.router)
@@ -24,13 +33,23 @@ router.include_router(speech.router)
 STARTED = int(time.time())
 
 
-@router.get("/models", summary="List models", responses=responses())
+@router.get(
+    "/models",
+    summary="List models",
+    response_model=ModelList,
+    responses=responses(),
+)
 async def list_models() -> dict[str, Any]:
     """Every name by which the routes of OpenAI's kind know a pipeline."""
     return {"object": "list", "data": [_model_object(m) for m in served_models().values()]}
 
 
-@router.get("/models/{name:path}", summary="Read a model", responses=responses(404))
+@router.get(
+    f"/models/{REST}",
+    summary="Read a model",
+    response_model=Model,
+    responses=responses(404),
+)
 async def read_model(name: str) -> dict[str, Any]:
     """One model."""
     return _model_object(mapping.find_model(name))
@@ -40,7 +59,8 @@ async def read_model(name: str) -> dict[str, Any]:
     "/chat/completions",
     summary="Answer a conversation",
     response_class=Response,
-    responses=responses(*FAULTS),
+    dependencies=[Depends(idempotent)],
+    responses={**answer(ChatCompletion, streams=True), **responses(*FAULTS)},
 )
 async def chat(request: Request, services: Live, body: ChatRequest) -> Response:
     """A chat completion, whole or (`stream`) as server-sent events.
@@ -77,7 +97,8 @@ async def chat(request: Request, services: Live, body: ChatRequest) -> Response:
     "/completions",
     summary="Go on with a text",
     response_class=Response,
-    responses=responses(*FAULTS),
+    dependencies=[Depends(idempotent)],
+    responses={**answer(Completion, streams=True), **responses(*FAULTS)},
 )
 async def completions(request: Request, services: Live, body: CompletionRequest) -> Response:
     """A completion of one or several prompts, whole or (`stream`) as server-sent events.
@@ -102,7 +123,8 @@ async def completions(request: Request, services: Live, body: CompletionRequest)
     "/embeddings",
     summary="Embed texts",
     response_class=Response,
-    responses=responses(*FAULTS),
+    dependencies=[Depends(idempotent)],
+    responses={**answer(Embeddings), **responses(*FAULTS)},
 )
 async def embeddings(request: Request, services: Live, body: EmbeddingRequest) -> Response:
     """The embedding of each input."""

@@ -14,11 +14,15 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     StringConstraints,
     model_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from omniq.settings import get_settings
+from omniq_api.schemas import MAX_METADATA, MetadataKey, MetadataValue
 
 MAX_PROMPTS = 256
 MAX_PICTURES = 16
@@ -27,6 +31,16 @@ Text = Annotated[str, StringConstraints(strict=True)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
 Prompt = Text | TokenIds
 Prompts = Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS)]
+
+
+def _only_with(field: str, switch: str) -> dict[str, Any]:
+    """JSON schema: ``field`` may be given with ``switch``: true only."""
+    return {
+        "anyOf": [
+            {"properties": {field: {"type": "null"}}},
+            {"required": [switch], "properties": {switch: {"const": True}}},
+        ]
+    }
 
 
 class StreamOptions(BaseModel):
@@ -58,6 +72,8 @@ class OpenAIRequest(_Body):
 
 
 class _Generation(OpenAIRequest):
+    model_config = ConfigDict(json_schema_extra={"allOf": [_only_with("stream_options", "stream")]})
+
     stream: bool = Field(False, strict=True)
     stream_options: StreamOptions | None = None
     service_tier: Any = Field(None, description="Accepted, without effect.")
@@ -104,6 +120,26 @@ class JSONSchema(BaseModel):
 class ResponseFormat(BaseModel):
     """What an answer must look like."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {
+                    "required": ["json_schema"],
+                    "properties": {
+                        "type": {"const": "json_schema"},
+                        "json_schema": {"type": "object"},
+                    },
+                },
+                {
+                    "properties": {
+                        "type": {"enum": ["text", "json_object"]},
+                        "json_schema": {"type": "null"},
+                    }
+                },
+            ]
+        }
+    )
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
 
@@ -128,7 +164,25 @@ class ChatAudio(BaseModel):
 class ChatRequest(_Generation):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    model_config = ConfigDict(
+        json_schema_extra={
+            "allOf": [
+                _only_with("stream_options", "stream"),
+                _only_with("top_logprobs", "logprobs"),
+            ]
+        }
+    )
+
+    messages: list[dict[str, Any]] = Field(
+        min_length=1,
+        json_schema_extra={
+            "items": {
+                "type": "object",
+                "required": ["role"],
+                "properties": {"role": {"type": "string"}},
+            }
+        },
+    )
     modalities: list[Literal["text", "audio"]] | None = Field(
         None,
         min_length=1,
@@ -150,7 +204,7 @@ class ChatRequest(_Generation):
     )
     parallel_tool_calls: bool | None = Field(None, strict=True)
     store: Literal[False] | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16)
+    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=MAX_METADATA)
 
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> ChatRequest:
@@ -176,10 +230,15 @@ class EmbeddingRequest(OpenAIRequest):
     encoding_format: Literal["float", "base64"] = "float"
 
 
+VoiceName = Annotated[str, StringConstraints(strict=True, min_length=1, max_length=512)]
+
+
 class Voice(BaseModel):
     """A voice by its id."""
 
-    id: str
+    model_config = ConfigDict(extra="forbid")
+
+    id: VoiceName
 
 
 def _voice_name(value: Any) -> Any:
@@ -191,9 +250,7 @@ class SpeechRequest(OpenAIRequest):
 
     input: Text
     voice: Annotated[
-        str,
-        StringConstraints(strict=True, min_length=1, max_length=512),
-        BeforeValidator(_voice_name, json_schema_input_type=str | Voice),
+        VoiceName, BeforeValidator(_voice_name, json_schema_input_type=VoiceName | Voice)
     ] = Field(description="One of the pipeline's; without effect if it has one voice only.")
     instructions: Text | None = Field(None, description="Where the pipeline takes any.")
     ref_audio: str | dict[str, str] | None = Field(
@@ -223,7 +280,7 @@ class ImageRequest(_Body):
     n: int | None = Field(None, ge=1, le=10, strict=True, description="Pictures.")
     size: str | None = Field(
         None,
-        pattern=r"^(auto|[1-9]\d{0,4}x[1-9]\d{0,4})$",
+        pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$",
         description="`WIDTHxHEIGHT` in pixels; `auto`: the pipeline's own.",
     )
     response_format: Literal["b64_json", "url"] | None = Field(
@@ -250,6 +307,19 @@ class ImageRequest(_Body):
 
 class ImageEditRequest(ImageRequest):
     """Form of ``POST /v1/images/edits``."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """A form has no nulls: what is not given is left out."""
+        schema = handler(core_schema)
+        for field in handler.resolve_ref_schema(schema)["properties"].values():
+            kinds = [kind for kind in field.pop("anyOf", ()) if kind != {"type": "null"}]
+            if kinds:
+                field.pop("default")
+                field.update(kinds[0] if len(kinds) == 1 else {"anyOf": kinds})
+        return schema
 
     image: list[bytes] = Field(
         min_length=1,

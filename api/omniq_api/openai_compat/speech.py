@@ -9,17 +9,19 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from omniq.config.served import ServedModel
 from omniq.jobs.model import JobRecord
 from omniq_api.openai_compat import answers, mapping, running
+from omniq_api.openai_compat.answer_models import EVENT
 from omniq_api.openai_compat.faults import FAULTS, OpenAIRoute, responses
 from omniq_api.openai_compat.mapping import Submission, input_of, submission_of, unable
 from omniq_api.openai_compat.schemas import SpeechRequest
 from omniq_api.openai_compat.sound_stream import SoundEnded, SoundPiece, SpokenJob, check_writable
 from omniq_api.openai_compat.streaming import EVENTS, Wire, streamed
-from omniq_api.services import Live
+from omniq_api.openapi import FILE
+from omniq_api.services import Live, idempotent
 
 router = APIRouter(prefix="/audio", route_class=OpenAIRoute)
 
@@ -37,7 +39,14 @@ OPTIONAL = {
     "/speech",
     summary="Speak a text",
     response_class=Response,
-    responses=responses(*FAULTS),
+    dependencies=[Depends(idempotent)],
+    responses={
+        200: {
+            "description": "The file, or events with pieces of it.",
+            "content": {"audio/*": FILE, "text/event-stream": {"itemSchema": EVENT}},
+        },
+        **responses(*FAULTS),
+    },
 )
 async def speak(request: Request, services: Live, body: SpeechRequest) -> Response:
     """Speech, sent while it is made where the pipeline hands it on by chunks.

@@ -9,7 +9,8 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Path, Response
 
 from omniq.jobs.model import ArtifactInfo
-from omniq_api.openapi import problems
+from omniq_api.openapi import FILE, problems
+from omniq_api.paths import REST
 from omniq_api.problems import ProblemError
 from omniq_api.routes.jobs import JobId
 from omniq_api.services import Live
@@ -21,13 +22,13 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/artifacts", tags=["jobs"])
 
 
 @router.get(
-    "/{name:path}",
+    f"/{REST}",
     summary="Read a result file",
     response_class=Response,
     responses={
         200: {
             "description": "The file's bytes, with its content type.",
-            "content": {"image/png": {"schema": {"type": "string", "format": "binary"}}},
+            "content": {"*/*": FILE},
         },
         304: {"description": "Unchanged since the `ETag` in `If-None-Match`."},
         **problems(404, 409, 410, 503),

@@ -10,12 +10,12 @@ from omniq.config import get_pipeline
 from omniq.errors import InvalidRequest, JobFailed
 from omniq.jobs.model import JobRecord, JobState
 from omniq_api.negotiation import prefers
-from omniq_api.openapi import problems
+from omniq_api.openapi import FILE, problems
 from omniq_api.problems import RETRY_AFTER, ProblemError
 from omniq_api.routes.artifacts import artifact_response, first_media
-from omniq_api.routes.jobs import IdempotencyKey, JobBody, replay_headers, submit_request
+from omniq_api.routes.jobs import JobBody, replay_headers, submit_request
 from omniq_api.schemas import JobView, artifact_url, job_urls, job_view
-from omniq_api.services import Base, Live, Services
+from omniq_api.services import Base, IdempotencyKey, Live, Services
 from omniq_api.strict_json import FORM_BODY, FilesRoute
 from omniq_api.waiting import ClientGone, give_up, wait_for_end
 
@@ -37,7 +37,7 @@ router = APIRouter(tags=["generate"], route_class=FilesRoute)
             "description": "The first picture or video, or the finished job as JSON if `Accept` "
             "prefers that or the pipeline makes none. `X-Omniq-Job` names the job; "
             "`X-Omniq-Missing` the outputs that a partial success lacks.",
-            "content": {"image/png": {"schema": {"type": "string", "format": "binary"}}},
+            "content": dict.fromkeys(("image/*", "video/*", "audio/*"), FILE),
         },
         **problems(400, 409, 413, 415, 422, 429, 503, 504),
     },

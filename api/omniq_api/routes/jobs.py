@@ -11,7 +11,7 @@ from fastapi import APIRouter, Body, Header, Path, Query, Request, Response
 from pydantic import AfterValidator, ValidationError
 
 from omniq.jobs.model import JobEvent, JobRecord
-from omniq.submit import submit
+from omniq.submit import IDEMPOTENCY_KEY, submit
 from omniq_api.openapi import problems
 from omniq_api.schemas import (
     EXAMPLE_ID,
@@ -23,7 +23,7 @@ from omniq_api.schemas import (
     job_summary,
     job_view,
 )
-from omniq_api.services import Base, Live, Services, live_services, mount_path
+from omniq_api.services import Base, IdempotencyKey, Live, Services, live_services, mount_path
 from omniq_api.sse import HEARTBEAT, EventStreamResponse, check_event_id
 from omniq_api.strict_json import FORM_BODY, FilesRoute, StrictJSONRequest, StrictJSONRoute
 from omniq_api.waiting import ClientGone, wait_for_end
@@ -82,14 +82,19 @@ JobBody = Annotated[
         }
     ),
 ]
-IdempotencyKey = Annotated[
-    str | None,
-    Header(
-        alias="Idempotency-Key",
-        description="A request that comes again with the same key and content is answered with the "
-        "job of the first one; with other content, 409. 1 to 255 printable ASCII characters.",
-    ),
-]
+#: As ids of events are; the largest that Redis would take have a digit more.
+EVENT_ID = "^[0-9]{1,19}(-[0-9]{1,19})?$"
+#: One server-sent event; ``itemSchema``, of OpenAPI 3.2, is where FastAPI describes them, too.
+EVENT = {
+    "type": "object",
+    "required": ["event", "data"],
+    "properties": {
+        "id": {"type": "string", "pattern": EVENT_ID},
+        "event": {"type": "string"},
+        "data": {"type": "string", "contentMediaType": "application/json"},
+        "retry": {"type": "integer"},
+    },
+}
 ACCEPTED: dict[int | str, dict[str, Any]] = {
     200: {"model": JobView, "description": "Ended within `wait`."},
     202: {
@@ -123,8 +128,10 @@ async def submit_request(
 
 async def _plain_body(request: StrictJSONRequest) -> JobRequest | None:
     """The body if this is a plain submission; None if anything about it needs a closer look."""
-    scope = request.scope
-    if scope["query_string"] or request.headers.get("content-type") != "application/json":
+    scope, headers = request.scope, request.headers
+    if scope["query_string"] or headers.get("content-type") != "application/json":
+        return None
+    if not IDEMPOTENCY_KEY.fullmatch(headers.get("idempotency-key", "-")):
         return None
     try:
         return JobRequest.model_validate(await request.json())
@@ -222,7 +229,7 @@ async def get_job(
             "`key.revoked`, without an id, is the last when the API key has been revoked.",
             "content": {
                 "text/event-stream": {
-                    "schema": {"type": "string"},
+                    "itemSchema": EVENT,
                     "example": "id: 1764428400123-0\nevent: stage.progress\n"
                     'data: {"type":"stage.progress","stage":"dit","time":1764428400.1,'
                     '"data":{"step":3,"total":20}}\n\n',
@@ -238,7 +245,11 @@ async def watch_job(
     job_id: JobId,
     last_event_id: Annotated[
         str,
-        Header(alias="Last-Event-ID", description="Only events behind this one."),
+        Header(
+            alias="Last-Event-ID",
+            description="Only events behind this one.",
+            json_schema_extra={"pattern": EVENT_ID},
+        ),
         AfterValidator(check_event_id),
     ] = BEGINNING,
 ) -> Response:

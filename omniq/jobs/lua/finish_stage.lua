@@ -1,4 +1,5 @@
--- A run has its outputs: write them once and send what follows; end the job with its last stage.
+-- A run has its outputs: write them once and send what follows; end the job with its last stage, or,
+-- if it is being cancelled, with the last run that has stopped.
 -- Returns {1, 1 if the caller's room for another message is known now or else 0, blob refs on the
 -- caller's host that nobody needs any more...}, or {0, 0} if refused.
 -- ARGV: stage, fence, outputs JSON, metrics JSON, list of blob refs (JSON strings),
@@ -12,7 +13,13 @@ HOST = ARGV[8]
 if ARGV[9] ~= '[]' then redis.call('SREM', garbage(HOST), unpack(cjson.decode(ARGV[9]))) end
 even_if_full()
 fetch('state', 'order', 'up', 'partial', stage .. '|state', stage .. '|fence')
-if get('state') ~= 'running' or not current(stage, ARGV[2]) then return {0, 0} end
+local state = get('state')
+if not state or FINAL[state] or not current(stage, ARGV[2]) then return {0, 0} end
+if state == 'cancelling' then
+  -- The run has ended without having heard of it: nobody is left who could say that it has stopped.
+  end_cancelled(stage)
+  return {0, 0}
+end
 local t = now()
 local record = {stage .. '|state', 'succeeded', stage .. '|outputs', ARGV[3],
                 stage .. '|metrics', ARGV[4], stage .. '|finished', t}
