@@ -152,14 +152,14 @@ async def _generate(
 ) -> OmniRequestOutput:
     settings = get_settings()
     url = settings.url if not settings.embedded or await _is_up(pipeline) else None
-    if url is None:
-        _note("no running system found, starting one for this request")
     llm = AsyncOmniLLM(
         pipeline, broker_url=url, on_progress=lambda stage, state: _note(f"{stage} is {state}")
     )
     first = next(iter(llm.config.inputs))
     prompt = _inputs(llm.config, [(first, text), *inputs])
     llm.validate(prompt, parameters)  # before anything is started
+    if url is None:
+        _note("no running system found, starting one for this request")
     async with llm:
         final: OmniRequestOutput | None = None
         async for final in llm.stream(prompt, parameters, **options):

@@ -7,6 +7,7 @@ Commands live in modules of their own that are imported when a command is used, 
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
 import click
@@ -120,8 +121,9 @@ def _about_settings(exc: Exception) -> bool:
 
 
 def _settings_faults(exc: Any) -> str:
-    if not hasattr(exc, "errors"):
-        return str(exc)
+    if not hasattr(exc, "errors"):  # pydantic-settings could not even read a value
+        field = re.search(r'field "(\w+)"', str(exc))
+        return f"OMNIQ_{field[1].upper()}: must be JSON: {exc.__cause__}" if field else str(exc)
     lines = []
     for error in exc.errors(include_url=False):
         name = ".".join(str(part) for part in error["loc"])

@@ -99,6 +99,12 @@ def test_wrong_setting_is_one_clear_message() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_list_that_is_no_json_is_said_so() -> None:
+    done = omniq("config", OMNIQ_API_KEYS="secret")
+    assert done.returncode == 2
+    assert done.stderr.startswith("omniq: OMNIQ_API_KEYS: must be JSON: Expecting value")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
@@ -234,6 +240,7 @@ def test_generate_refuses_bad_parameters_before_it_starts_anything() -> None:
     done = omniq("generate", "a red circle", "--param", "width=63")
     assert done.returncode == 2
     assert "parameters.width" in done.stderr
+    assert "starting" not in done.stderr
     done = omniq("generate", "a red circle", "--input", "image=a.png")
     assert done.returncode != 0
     assert "input.image: unknown input; allowed: prompt" in done.stderr
