@@ -65,13 +65,15 @@ def turn(*parts: Any) -> list[dict[str, Any]]:
 
 
 class Reference:
-    """The whole model in transformers."""
+    """The whole model in transformers, on ``device``; token2wav in float32 in any case."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
         from transformers import Qwen2_5OmniForConditionalGeneration
 
         self.model = Qwen2_5OmniForConditionalGeneration.from_pretrained(
-            folder, dtype=torch.float32
+            folder, dtype=dtype, device_map=device
         ).eval()
         self.codes: list[int] = []
         token2wav = self.model.token2wav.forward
@@ -111,8 +113,9 @@ class Reference:
         self, inputs: dict[str, Any], tokens: int, codes: int, **more: Any
     ) -> tuple[list[int], list[int], torch.Tensor]:
         """Tokens, codes and waveform."""
+        device = self.model.device
         made, waveform = self.model.generate(
-            **inputs,
+            **{n: v.to(device) if torch.is_tensor(v) else v for n, v in inputs.items()},
             thinker_max_new_tokens=tokens,
             talker_max_new_tokens=codes,
             talker_eos_token_id=ENDS,
