@@ -68,7 +68,7 @@ def make_qwen_omni(
     Args:
         folder: is made.
         shape: settings of ``config.json`` to use in place of the tiny ones. Tokens that the
-            tokenizer lacks are never the most likely ones, so that all that is said is text.
+            tokenizer lacks, and codes that the codebook lacks, are never the most likely ones.
         scale: factors for the weights of DiT and vocoder.
         device: where the weights are made.
         dtype: of thinker and talker; token2wav has float32.
@@ -89,6 +89,7 @@ def make_qwen_omni(
                     weight.mul_(factor)
         model.token2wav.code2wav_bigvgan_model.conv_post.weight.mul_(12)
         model.thinker.lm_head.weight[len(tokenizer) :] = 0
+        model.talker.codec_head.weight[dit.num_embeds :] = 0
     model.save_pretrained(folder)
     torch.save(
         {
