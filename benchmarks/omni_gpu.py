@@ -52,6 +52,8 @@ from omniq.engines.base import StageInput, StageRequest  # noqa: E402
 
 #: A round is begun only if this many times the seconds of the longest before are left.
 MARGIN = 1.2
+#: Tokens and codes.
+WARM_UP = (4, 24)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -112,12 +114,7 @@ class Whole:
     """transformers' ``generate``."""
 
     def __init__(self, reference: Reference, options: argparse.Namespace, ends: list[int]) -> None:
-        self._reference, self._options = reference, options
-        self._lengths = {
-            "thinker_max_new_tokens": options.tokens, "thinker_min_new_tokens": options.tokens,
-            "talker_max_new_tokens": options.codes, "talker_min_new_tokens": options.codes,
-            "thinker_do_sample": False, "talker_do_sample": False, "talker_eos_token_id": ends,
-        }  # fmt: skip
+        self._reference, self._options, self._ends = reference, options, ends
 
     async def ask(self, prompts: Sequence[str]) -> list[Heard]:
         """One after the other."""
@@ -143,9 +140,13 @@ class Whole:
         for i, row in enumerate(given):  # the first is padding already
             ids[i, longest - len(row) :] = row
             mask[i, longest - len(row) + 1 :] = 1
+        tokens, codes = self._options.tokens, self._options.codes
         made, sounds = self._reference.model.generate(
-            input_ids=ids, attention_mask=mask, **self._lengths
-        )
+            input_ids=ids, attention_mask=mask,
+            thinker_max_new_tokens=tokens, thinker_min_new_tokens=tokens, thinker_do_sample=False,
+            talker_max_new_tokens=codes, talker_min_new_tokens=codes, talker_do_sample=False,
+            talker_eos_token_id=self._ends,
+        )  # fmt: skip
         sounds = [sounds] if len(given) == 1 else sounds
         return [(m[longest:].tolist(), s.cpu()) for m, s in zip(made, sounds, strict=True)]
 
@@ -188,9 +189,13 @@ class InProcess:
                 for i, d in zip(STAGES, dtypes, strict=True)
             }
         )
-        tokens, codes = options.tokens, options.codes
+        self._options = options
+
+    @property
+    def _params(self) -> dict[str, dict[str, Any]]:
+        tokens, codes = self._options.tokens, self._options.codes
         greedy = {"temperature": 0.0, "seed": SEED}
-        self._params: dict[str, dict[str, Any]] = {
+        return {
             "thinker": {**greedy, "min_tokens": tokens, "max_tokens": tokens},
             "talker": {**greedy, "min_tokens": codes, "max_tokens": codes,
                        "repetition_penalty": 1.05},
@@ -218,10 +223,10 @@ class InProcess:
         heard, begun = Heard(), now()
         emits = [_Told(output, heard, begun) for output in ("reply", "codes", "audio")]
         passed = {"messages": StageInput(turn(prompt))}
-        runs = []
+        runs, params = [], self._params
         for (name, engine), emit in zip(self.stages.engines.items(), emits, strict=True):
             run = asyncio.ensure_future(
-                engine.run(StageRequest(prompt, self._params[name]), passed, emit)
+                engine.run(StageRequest(prompt, params[name]), passed, emit)
             )
             run.add_done_callback(lambda _, e=emit: e.queue.put_nowait(None))
             runs.append(run)
@@ -315,11 +320,8 @@ class Bench:
         self._save()
 
     async def _rounds(self, sides: dict[str, Any], whole: Whole) -> None:
+        await self._warm_up(sides)
         longest: dict[int, float] = {}
-        for ask in sides.values():  # warm-up, of the shapes of many at once as well
-            for n in self.options.in_flight:
-                await ask(WORDS[:1] * n if ask is not whole.ask else WORDS[:1])
-        self.say("warmed up")
         for number in range(self.options.rounds):
             for n in self.options.in_flight:
                 left = self.options.budget_s - (time.monotonic() - STARTED)
@@ -329,14 +331,28 @@ class Bench:
                 prompts, begun = [WORDS[(number + i) % len(WORDS)] for i in range(n)], now()
                 await self._round(prompts, sides, whole)
                 longest[n] = max(longest.get(n, 0.0), now() - begun)
-                self.say(f"round {number + 1}, {n} in flight: {now() - begun:.1f} s")
                 self._save()
+
+    async def _warm_up(self, sides: dict[str, Any]) -> None:
+        """Ask each for a little."""
+        options = self.options
+        usual = options.tokens, options.codes
+        options.tokens, options.codes = WARM_UP
+        for side, ask in sides.items():
+            begun = now()
+            await ask(WORDS[:1])
+            self.say(f"{side} is warm: {now() - begun:.1f} s")
+        options.tokens, options.codes = usual
 
     async def _round(self, prompts: list[str], sides: dict[str, Any], whole: Whole) -> None:
         n, asked = len(prompts), dict(sides)
         if n > 1:
             asked["generate, a batch"] = whole.ask_at_once
-        answers = {side: await ask(prompts) for side, ask in asked.items()}
+        answers = {}
+        for side, ask in asked.items():
+            begun = now()
+            answers[side] = await ask(prompts)
+            self.say(f"{side}, {n} in flight: {now() - begun:.1f} s")
         for side, heard in answers.items():
             self.found.setdefault((side, n), Results()).add(heard)
             if side != "generate":
@@ -403,11 +419,11 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--dtype", choices=DTYPES, help="default bfloat16, on the CPU float32")
     parser.add_argument("--layers", type=int, help="of thinker and talker, fewer than published")
-    parser.add_argument("--tokens", type=int, default=40, help="of the text")
-    parser.add_argument("--codes", type=int, default=240, help="of the speech, 50 a second")
+    parser.add_argument("--tokens", type=int, default=24, help="of the text")
+    parser.add_argument("--codes", type=int, default=120, help="of the speech, 50 a second")
     parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--compare", type=int, default=2, help="prompts compared first")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--compare", type=int, default=1, help="prompts compared first")
     parser.add_argument("--no-workers", action="store_true", help="without Celery and Valkey")
     parser.add_argument("--folder", type=Path, help="where the model's folder is made")
     parser.add_argument("--budget-s", type=float, default=400.0)

@@ -28,6 +28,7 @@ from common import machine, table, write_json
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 from omni_stages import omni_stage
+from omni_windows import sizes_of
 from tiny_qwen3_omni import make_qwen3_omni
 from tiny_qwen_omni import make_qwen_omni
 
@@ -35,10 +36,12 @@ from omniq.engines import create_engine
 from omniq.engines.base import Chunk, NullEmit, StageInput, StageRequest
 
 #: Blocks of a window, before it and behind it; the first are the defaults.
-BLOCKS = [(3, 2, 1), (6, 2, 1), (12, 2, 1), (3, 2, 0)]
+BLOCKS = [(3, 2, 1), (6, 2, 1), (12, 2, 1)]
 #: Frames of a window, and before it; the first are the defaults.
 FRAMES = [(25, 25), (25, 50), (25, 72), (50, 25), (50, 72), (100, 72)]
 DTYPES = ("bfloat16", "float32")
+#: Frames of a block, and of the vocoder's overlap.
+BLOCK, OVERLAP = 24, 20
 
 
 def published_token2wav() -> dict[str, Any]:
@@ -62,13 +65,13 @@ def published_code2wav() -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How an utterance is decoded: engine arguments, and codes handed over at once; 0: all, and
-    nothing is streamed.
+    """How an utterance is decoded: what is set on the engine, and codes handed over at once; 0:
+    all, and nothing is streamed.
     """
 
     name: str
     work: float = 1.0
-    args: Mapping[str, int] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     portion: int = 0
 
 
@@ -85,12 +88,13 @@ class Bench:
         make_qwen_omni(folder, shape, (1.0, 1.0), device=self.options.device)
         codes = self._codes(self.options.codes)
         stage = ("token2wav", "omni-token2wav", "float32")
-        await self._measure(folder, stage, codes, Way("whole"))
+        ways = [Way("whole")]
         for blocks, past, future in BLOCKS:
-            args = {"window_blocks": blocks, "past_blocks": past, "future_blocks": future}
             name = f"{blocks} blocks, {past} before, {future} behind"
+            sizes = sizes_of(BLOCK, blocks, past, future, OVERLAP)
             work = (blocks + past + future) / blocks
-            await self._measure(folder, stage, codes, Way(name, work, args, 12))
+            ways.append(Way(name, work, {"sizes": sizes}, 12))
+        await self._measure(folder, stage, codes, ways)
 
     async def code2wav(self, folder: Path) -> None:
         """Qwen3-Omni's: a causal transformer and convolutions."""
@@ -98,25 +102,33 @@ class Bench:
         make_qwen3_omni(folder, shape, scale=1.0)
         groups = published_code2wav()["num_quantizers"] if shape else 4
         codes = self._codes(self.options.frames, groups)
+        ways = [Way("whole, by 300 frames")]
+        for window, context in FRAMES:
+            name, work = f"{window} frames, {context} before", (window + context) / window
+            ways.append(Way(name, work, {"window": window, "context": context}, 5))
         for dtype in DTYPES:
-            stage = ("code2wav", "omni-code2wav", dtype)
-            await self._measure(folder, stage, codes, Way("whole, by 300 frames"))
-            for window, context in FRAMES:
-                args = {"window_frames": window, "context_frames": context}
-                name, work = f"{window} frames, {context} before", (window + context) / window
-                await self._measure(folder, stage, codes, Way(name, work, args, 5))
+            await self._measure(folder, ("code2wav", "omni-code2wav", dtype), codes, ways)
 
     def _codes(self, *shape: int) -> torch.Tensor:
         return torch.randint(0, 64, shape, generator=torch.Generator().manual_seed(3))
 
     async def _measure(
-        self, folder: Path, stage: tuple[str, str, str], codes: torch.Tensor, way: Way
+        self, folder: Path, stage: tuple[str, str, str], codes: torch.Tensor, ways: list[Way]
     ) -> None:
-        """Decode several times; ``stage`` is its id, its engine and its dtype."""
+        """Decode several times by each way; ``stage`` is its id, its engine and its dtype."""
         name, engine_name, dtype = stage
-        config = omni_stage(folder, name, engine_name, dtype=dtype, engine_args=dict(way.args))
-        engine = create_engine(config, self.options.device)
+        config = omni_stage(folder, name, engine_name, dtype=dtype)
+        engine: Any = create_engine(config, self.options.device)
         await engine.load()
+        for way in ways:
+            for setting, value in way.settings.items():
+                assert hasattr(engine, setting), setting
+                setattr(engine, setting, value)
+            self._add(name, dtype, way, await self._decode(engine, codes, way))
+        await engine.unload()
+
+    async def _decode(self, engine: Any, codes: torch.Tensor, way: Way) -> list[dict[str, Any]]:
+        """The metrics of each time."""
         metrics = []
         for number in range(self.options.repeats + 1):
             request = StageRequest("one", {}, stream=bool(way.portion))
@@ -125,7 +137,9 @@ class Bench:
             assert output.tensors["audio"]["audio"].isfinite().all()
             if number:  # kernels are chosen and memory is taken by the first
                 metrics.append(output.metrics)
-        await engine.unload()
+        return metrics
+
+    def _add(self, name: str, dtype: str, way: Way, metrics: list[dict[str, Any]]) -> None:
         busy = statistics.median(m["decode_seconds"] for m in metrics)
         row = {
             "model": name, "dtype": dtype, "way": way.name, "work": way.work, "seconds": busy,
@@ -160,9 +174,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--tiny", action="store_true", help="the tests' tiny models")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--codes", type=int, default=480, help="of Qwen2.5-Omni, 50 a second")
+    parser.add_argument("--codes", type=int, default=180, help="of Qwen2.5-Omni, 50 a second")
     parser.add_argument("--frames", type=int, default=250, help="of Qwen3-Omni, 12.5 a second")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--models", nargs="+", choices=["2.5", "3"], default=["2.5", "3"])
     parser.add_argument("--tf32", action="store_true", help="matrix products of float32 in TF32")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     options = parser.parse_args()
@@ -171,8 +186,10 @@ def main() -> None:
     bench = Bench(options)
     with tempfile.TemporaryDirectory(prefix="omniq-bench-") as folder:
         try:
-            asyncio.run(bench.token2wav(Path(folder) / "qwen2.5"))
-            asyncio.run(bench.code2wav(Path(folder) / "qwen3"))
+            if "2.5" in options.models:
+                asyncio.run(bench.token2wav(Path(folder) / "qwen2.5"))
+            if "3" in options.models:
+                asyncio.run(bench.code2wav(Path(folder) / "qwen3"))
         finally:
             bench.report()
             gpu = torch.cuda.get_device_name(options.device) if options.device != "cpu" else None

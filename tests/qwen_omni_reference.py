@@ -7,6 +7,7 @@ import io
 import wave
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -64,6 +65,14 @@ def turn(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
+_randn = torch.randn
+
+
+def _drawn_on_cpu(*size: Any, device: Any = None, **more: Any) -> torch.Tensor:
+    """``torch.randn``, the same for a seed on every device, as omniq's noise is."""
+    return _randn(*size, **more).to(device)
+
+
 class Reference:
     """The whole model in transformers, on ``device``; token2wav in float32 in any case."""
 
@@ -81,7 +90,8 @@ class Reference:
         def seeded(code: torch.Tensor, **more: Any) -> torch.Tensor:
             self.codes = code[0].tolist()
             torch.manual_seed(SEED)  # of the noise alone
-            return token2wav(code, **more)
+            with patch.object(torch, "randn", _drawn_on_cpu):
+                return token2wav(code, **more)
 
         self.model.token2wav.forward = seeded
         talk = self.model.talker.generate
