@@ -34,6 +34,8 @@ from front_common import HERE, OMNIQ, durable_valkey, request, serve
 STAGES = ("quick", "slow")
 CLIENTS = 32
 PATIENCE = 60
+IDLE = 30.0
+"""Seconds after which a connection is not used again: the server closes it after 65."""
 
 
 @dataclass
@@ -55,23 +57,29 @@ class Client:
 
     def __init__(self, port: int, seen: Seen) -> None:
         self.port, self.seen = port, seen
-        self.idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self.idle: list[tuple[float, asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def ask(self, number: int) -> bool:
         """Whether it was served."""
         began = now()
-        if self.idle:
-            reader, writer = self.idle.pop()
-        else:
-            reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        reader, writer = await self._connection()
         body = orjson.dumps({"pipeline": "overload", "input": {"number": str(number)}})
         writer.write(request("POST", f"/v1/jobs?wait={PATIENCE}", body))
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
         headers = dict(line.split(": ", 1) for line in head.split("\r\n")[1:] if line)
         found = orjson.loads(await reader.readexactly(int(headers["content-length"])))
-        self.idle.append((reader, writer))
+        self.idle.append((now(), reader, writer))
         status = int(head.split(" ", 2)[1])
         return self._note(status, headers, found, number, began)
+
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The one that was used last and that the server has not closed since, or a new one."""
+        while self.idle:
+            unused_since, reader, writer = self.idle.pop()
+            if now() - unused_since < IDLE and not reader.at_eof():
+                return reader, writer
+            writer.close()
+        return await asyncio.open_connection("127.0.0.1", self.port)
 
     def _note(
         self, status: int, headers: dict[str, str], found: dict, number: int, began: float
@@ -92,7 +100,7 @@ class Client:
         return False
 
     def close(self) -> None:
-        for _, writer in self.idle:
+        for _, _, writer in self.idle:
             writer.close()
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import redis
 
+from omniq.config import PipelineConfig
+
 
 def free_port() -> int:
     """A TCP port on loopback that was free a moment ago."""
@@ -69,3 +71,20 @@ def _pings(client: redis.Redis) -> bool:
         return bool(client.ping())
     except redis.ConnectionError:
         return False
+
+
+def graph(*edges: str) -> PipelineConfig:
+    """A pipeline from edges such as ``"a>b"``; stages without one before read the prompt."""
+    pairs = [e.split(">") for e in edges]
+    stages = list(dict.fromkeys(s for p in pairs for s in p))
+    fed = {b for _, b in pairs}
+    return PipelineConfig.model_validate(
+        {
+            "name": "graph",
+            "inputs": {"prompt": {}},
+            "stages": [{"stage_id": s, "engine_type": "AR", "model": "none"} for s in stages],
+            "edges": [{"from": f"{a}.text", "to": f"{b}.{a}"} for a, b in pairs]
+            + [{"from": "input.prompt", "to": f"{s}.prompt"} for s in stages if s not in fed],
+            "outputs": {"text": {"from": f"{stages[-1]}.text", "type": "text"}},
+        }
+    )

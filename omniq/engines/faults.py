@@ -10,8 +10,13 @@ import torch
 from omniq.engines.base import Cancelled
 from omniq.errors import EngineDead, EngineError, EngineOutOfMemory, OmniqError
 
-# torch's CPU allocator raises a plain RuntimeError with this text.
-_CPU_ALLOCATOR = "DefaultCPUAllocator"
+# In what is not a torch.OutOfMemoryError: torch's allocator on the CPU, CUDA's own allocations
+# (pinned memory, graphs), cuBLAS.
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 @contextlib.contextmanager
@@ -24,7 +29,7 @@ def engine_faults(what: str) -> Iterator[None]:
         EngineOutOfMemory: device or host memory ran out; cached device memory was released, so
             that only this request fails.
         EngineDead: the CUDA context is broken; nothing more can run in this process.
-        EngineError: anything else.
+        EngineError: anything else; the device can go on.
     """
     try:
         yield
@@ -32,12 +37,29 @@ def engine_faults(what: str) -> Iterator[None]:
         raise
     except (torch.OutOfMemoryError, MemoryError) as exc:
         raise _out_of_memory(what, exc) from exc
-    except torch.AcceleratorError as exc:
-        raise EngineDead(f"{what}: the device failed: {exc}") from exc
     except Exception as exc:
-        if _CPU_ALLOCATOR in str(exc):
+        # Libraries say in a plain RuntimeError what CUDA told them, and not every error of CUDA is
+        # the end: only the device knows.
+        if lost := _lost_device(exc):
+            raise EngineDead(f"{what}: the device failed: {lost}") from exc
+        if any(text in str(exc) for text in _OUT_OF_MEMORY):
             raise _out_of_memory(what, exc) from exc
         raise EngineError(f"{what}: {type(exc).__name__}: {exc}") from exc
+
+
+def _lost_device(fault: Exception) -> str | None:
+    """What says that nothing can run any more on a device that this process uses."""
+    if not torch.cuda.is_available():  # who else has an AcceleratorError cannot be asked
+        return str(fault) if isinstance(fault, torch.AcceleratorError) else None
+    for number in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
+        # A look at one that is not in use would make a context on it.
+        if torch.cuda.memory_reserved(number):
+            try:
+                torch.cuda.synchronize(number)
+            except RuntimeError as exc:
+                answer = str(exc).partition("\n")[0]
+                return f"{fault}; cuda:{number} answers: {answer}"
+    return None
 
 
 def _out_of_memory(what: str, exc: BaseException) -> EngineOutOfMemory:

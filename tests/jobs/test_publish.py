@@ -12,6 +12,7 @@ import kombu.pools
 import pytest
 import redis.asyncio
 from celery import signature
+from support import graph
 
 from omniq import chain, keys
 from omniq.blobs.base import BlobRef
@@ -34,23 +35,6 @@ def no_connection_left() -> Iterator[None]:
     """Other tests count connections."""
     yield
     kombu.pools.reset()
-
-
-def graph(*edges: str) -> PipelineConfig:
-    """A pipeline from edges such as ``"a>b"``; stages without one before read the prompt."""
-    pairs = [e.split(">") for e in edges]
-    stages = list(dict.fromkeys(s for p in pairs for s in p))
-    fed = {b for _, b in pairs}
-    return PipelineConfig.model_validate(
-        {
-            "name": "graph",
-            "inputs": {"prompt": {}},
-            "stages": [{"stage_id": s, "engine_type": "AR", "model": "none"} for s in stages],
-            "edges": [{"from": f"{a}.text", "to": f"{b}.{a}"} for a, b in pairs]
-            + [{"from": "input.prompt", "to": f"{s}.prompt"} for s in stages if s not in fed],
-            "outputs": {"text": {"from": f"{stages[-1]}.text", "type": "text"}},
-        }
-    )
 
 
 PIPELINES = {

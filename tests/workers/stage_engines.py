@@ -25,9 +25,9 @@ def note(*words: object) -> None:
 
 class Scripted(Engine):
     """``sleep=S``, ``until=NOTE`` (waits for that note), ``retry=N`` (fail N times), ``die=N``
-    (exit N times), ``invalid``, ``error``, ``dead=N`` (the engine dies N times), ``stuck=N`` (does
-    not stop, N times), ``tensors`` (sends one), ``bytes=N`` (one of so many bytes), ``say=TEXT``
-    (streams it).
+    (exit N times), ``invalid``, ``error``, ``dead=N`` (the engine dies N times), ``assert=N``
+    (loses a real CUDA device N times), ``stuck=N`` (does not stop, N times), ``tensors`` (sends
+    one), ``bytes=N`` (one of so many bytes), ``say=TEXT`` (streams it).
     """
 
     name = "scripted"
@@ -71,6 +71,8 @@ class Scripted(Engine):
                 os._exit(9)
             elif verb == "dead" and before < int(argument):
                 raise EngineDead("the device fell off the bus")
+            elif verb == "assert" and before < int(argument):
+                _lose_the_device()
             elif verb == "stuck" and before < int(argument):
                 while True:
                     with contextlib.suppress(asyncio.CancelledError):
@@ -109,3 +111,14 @@ class Scripted(Engine):
         except asyncio.CancelledError:
             note("stopped", self.stage.stage_id, job)
             raise
+
+
+def _lose_the_device() -> None:
+    import torch
+
+    from omniq.engines.faults import engine_faults
+
+    table = torch.zeros(4, 4, device="cuda")
+    with engine_faults("run"):
+        torch.nn.functional.embedding(torch.tensor([9], device="cuda"), table)
+        torch.cuda.synchronize()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from kombu.exceptions import OperationalError
+from support import graph
 
 from omniq import chain, keys
 from omniq.celery import app, queue_keys
@@ -27,23 +28,6 @@ def spec_of(pipeline: PipelineConfig, **more: Any) -> JobSpec:
         stages=pipeline.topological_order(),
         created=1.0,
         **more,
-    )
-
-
-def graph(*edges: str) -> PipelineConfig:
-    """A pipeline from edges such as ``"a>b"``; stages without one before read the prompt."""
-    pairs = [e.split(">") for e in edges]
-    stages = list(dict.fromkeys(s for p in pairs for s in p))
-    fed = {b for _, b in pairs}
-    return PipelineConfig.model_validate(
-        {
-            "name": "graph",
-            "inputs": {"prompt": {}},
-            "stages": [{"stage_id": s, "engine_type": "AR", "model": "none"} for s in stages],
-            "edges": [{"from": f"{a}.text", "to": f"{b}.{a}"} for a, b in pairs]
-            + [{"from": "input.prompt", "to": f"{s}.prompt"} for s in stages if s not in fed],
-            "outputs": {"text": {"from": f"{stages[-1]}.text", "type": "text"}},
-        }
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import redis
+from omniq_workers.devices import visible_gpus
 from support import blobs_in, wait_until
 
 from omniq.celery import queue_keys
@@ -23,6 +24,7 @@ from omniq.submit import submit
 
 HERE = Path(__file__).parent
 Notes = Callable[..., list[str]]
+on_gpu = pytest.mark.skipif(not visible_gpus(), reason="only a CUDA device is lost so")
 
 
 async def start_job(store: JobStore, prompt: str = "x", **more: Any) -> JobRecord:
@@ -276,17 +278,21 @@ async def test_a_time_limit_ends_a_suspect_that_waits_to_be_alone(
     assert record.stages["a"].attempts == 2 and len(notes(f"run a {suspect.id}")) == 1
 
 
+@pytest.mark.parametrize("how", ["dead", pytest.param("assert", marks=[pytest.mark.gpu, on_gpu])])
 async def test_a_dead_engine_ends_its_worker_and_no_job(
-    stages: Any, store: JobStore, notes: Notes
+    stages: Any, store: JobStore, notes: Notes, how: str
 ) -> None:
+    """``assert``: because a kernel failed on a real device."""
+    device = "0" if how == "assert" else "cpu"
+    says = {"dead": "the device fell off the bus", "assert": "device-side assert"}[how]
     stages.define("a>b")
-    stages.start("a", "b")
+    stages.start("a", "b", STAGE_DEVICE=device)
     bystander = await start_job(store, "a:sleep=4")
     await noted(notes, f"run a {bystander.id}")
-    job = await start_job(store, "a:dead=1")
-    assert await asyncio.to_thread(stages.workers["a"].popen.wait, 10) == 1
-    assert "the device fell off the bus" in stages.workers["a"].output()
-    stages.start("a")
+    job = await start_job(store, f"a:{how}=1")
+    assert await asyncio.to_thread(stages.workers["a"].popen.wait, 30) == 1
+    assert says in stages.workers["a"].output()
+    stages.start("a", STAGE_DEVICE=device)
     for j, attempts in ((job, 2), (bystander, 1)):
         record = await ended(store, j)
         assert (record.state, record.stages["a"].attempts) == (JobState.SUCCEEDED, attempts)
