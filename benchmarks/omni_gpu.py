@@ -52,8 +52,6 @@ from omniq.engines.base import StageInput, StageRequest  # noqa: E402
 
 #: A round is begun only if this many times the seconds of the longest before are left.
 MARGIN = 1.2
-#: Tokens and codes.
-WARM_UP = (4, 24)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -189,13 +187,9 @@ class InProcess:
                 for i, d in zip(STAGES, dtypes, strict=True)
             }
         )
-        self._options = options
-
-    @property
-    def _params(self) -> dict[str, dict[str, Any]]:
-        tokens, codes = self._options.tokens, self._options.codes
+        tokens, codes = options.tokens, options.codes
         greedy = {"temperature": 0.0, "seed": SEED}
-        return {
+        self._params: dict[str, dict[str, Any]] = {
             "thinker": {**greedy, "min_tokens": tokens, "max_tokens": tokens},
             "talker": {**greedy, "min_tokens": codes, "max_tokens": codes,
                        "repetition_penalty": 1.05},
@@ -223,10 +217,10 @@ class InProcess:
         heard, begun = Heard(), now()
         emits = [_Told(output, heard, begun) for output in ("reply", "codes", "audio")]
         passed = {"messages": StageInput(turn(prompt))}
-        runs, params = [], self._params
+        runs = []
         for (name, engine), emit in zip(self.stages.engines.items(), emits, strict=True):
             run = asyncio.ensure_future(
-                engine.run(StageRequest(prompt, params[name]), passed, emit)
+                engine.run(StageRequest(prompt, self._params[name]), passed, emit)
             )
             run.add_done_callback(lambda _, e=emit: e.queue.put_nowait(None))
             runs.append(run)
@@ -334,15 +328,11 @@ class Bench:
                 self._save()
 
     async def _warm_up(self, sides: dict[str, Any]) -> None:
-        """Ask each for a little."""
-        options = self.options
-        usual = options.tokens, options.codes
-        options.tokens, options.codes = WARM_UP
+        """A whole answer of each: kernels are loaded, and memory is taken, for every shape."""
         for side, ask in sides.items():
             begun = now()
             await ask(WORDS[:1])
             self.say(f"{side} is warm: {now() - begun:.1f} s")
-        options.tokens, options.codes = usual
 
     async def _round(self, prompts: list[str], sides: dict[str, Any], whole: Whole) -> None:
         n, asked = len(prompts), dict(sides)
