@@ -32,8 +32,8 @@ from vocoder_cost import published_token2wav
 
 from omniq.engines import create_engine
 
-#: Frames, and requests at once. 144 frames are a window of the default size with those beside it.
-DIT = [(144, 1), (264, 1), (480, 1), (144, 4)]
+#: Frames, and requests at once. 96 frames are a window of the default size and the block behind it.
+DIT = [(96, 1), (144, 1), (264, 1), (480, 1), (96, 4), (144, 4)]
 VOCODER = [92, 112, 184, 300]
 REPEATS = 10
 

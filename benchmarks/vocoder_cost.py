@@ -35,8 +35,8 @@ from tiny_qwen_omni import make_qwen_omni
 from omniq.engines import create_engine
 from omniq.engines.base import Chunk, NullEmit, StageInput, StageRequest
 
-#: Blocks of a window, before it and behind it; the first are the defaults.
-BLOCKS = [(3, 2, 1), (6, 2, 1), (12, 2, 1)]
+#: Blocks of a window, and behind it; the first are the defaults.
+BLOCKS = [(3, 1), (6, 1), (12, 1)]
 #: Frames of a window, and before it; the first are the defaults.
 FRAMES = [(25, 25), (25, 50), (25, 72), (50, 25), (50, 72), (100, 72)]
 DTYPES = ("bfloat16", "float32")
@@ -89,10 +89,10 @@ class Bench:
         codes = self._codes(self.options.codes)
         stage = ("token2wav", "omni-token2wav", "float32")
         ways = [Way("whole")]
-        for blocks, past, future in BLOCKS:
-            name = f"{blocks} blocks, {past} before, {future} behind"
-            sizes = sizes_of(BLOCK, blocks, past, future, OVERLAP)
-            work = (blocks + past + future) / blocks
+        for blocks, future in BLOCKS:
+            name = f"{blocks} blocks, {future} behind"
+            sizes = sizes_of(BLOCK, blocks, future, OVERLAP)
+            work = (blocks + future) / blocks
             ways.append(Way(name, work, {"sizes": sizes}, 12))
         await self._measure(folder, stage, codes, ways)
 
