@@ -156,8 +156,8 @@ def decoded(
     for part in codes.split(portion or len(codes)):
         utterance.push(part)
         if portion:
-            sounds += utterance.sounds(ended=False)
-    sounds += utterance.sounds(ended=True)
+            sounds += utterance.sounds(ended=False) or ()
+    sounds += utterance.sounds(ended=True) or ()
     return torch.cat(sounds), getattr(utterance, "_mel", None)
 
 
@@ -229,12 +229,12 @@ async def token2wav(options: argparse.Namespace) -> list[dict[str, Any]]:
                 level(engine._vocoder.conv_post, decoded(engine, codes)[0])
                 whole, whole_mel = decoded(engine, codes)
                 assert whole_mel is not None
-                for blocks, past, future, overlap in options.blocks:
-                    engine.sizes = sizes_of(block, blocks, past, future, overlap)
+                for blocks, future, overlap in options.blocks:
+                    engine.sizes = sizes_of(block, blocks, future, overlap)
                     sound, mel = decoded(engine, codes, 12)
-                    mel_snr, way = snr(mel, whole_mel), f"{blocks}, {past}, {future}, {overlap}"
+                    mel_snr, way = snr(mel, whole_mel), f"{blocks}, {future}, {overlap}"
                     distance = Distance.of(sound, whole)
-                    work = (blocks + past + future) / blocks
+                    work = (blocks + future) / blocks
                     add(gain, way, work, shown(mel_snr), distance, mel_snr_db=mel_snr)
                 engine.sizes = usual
                 for overlap in OVERLAPS:
@@ -245,24 +245,24 @@ async def token2wav(options: argparse.Namespace) -> list[dict[str, Any]]:
                 # One interval of the solver, of which the windows can see everything.
                 longer = random_codes(max(options.codes, LONG))
                 whole, whole_mel = decoded(engine, longer, num_steps=2)
-                blocks, past, future, overlap = ONE_INTERVAL
-                engine.sizes = sizes_of(block, blocks, past, future, overlap)
+                blocks, future, overlap = ONE_INTERVAL
+                engine.sizes = sizes_of(block, blocks, future, overlap)
                 sound, mel = decoded(engine, longer, 12, num_steps=2)
-                mel_snr, way = snr(mel, whole_mel), f"{blocks}, {past}, {future}, {overlap}"
-                distance, work = Distance.of(sound, whole), (blocks + past + future) / blocks
+                mel_snr, way = snr(mel, whole_mel), f"{blocks}, {future}, {overlap}"
+                distance, work = Distance.of(sound, whole), (blocks + future) / blocks
                 way = f"one interval: {way}"
                 add(gain, way, work, shown(mel_snr), distance, mel_snr_db=mel_snr)
                 exact(way, distance.snr_db, mel_snr)
                 engine.sizes = usual
-    print("\nQwen2.5-Omni, token2wav: blocks of a window, before it, behind it; frames of overlap")
+    print("\nQwen2.5-Omni, token2wav: blocks of a window, and behind it; frames of overlap")
     print(table(["gain", "window", "work", "mel dB", "SNR dB", "largest", "spectra dB"], rows))
     return found
 
 
-def sizes_of(block: int, blocks: int, past: int, future: int, overlap: int) -> Sizes:
+def sizes_of(block: int, blocks: int, future: int, overlap: int) -> Sizes:
     """What token2wav makes of its arguments; a window is never shorter than the first."""
     first = min(blocks, FIRST_BLOCKS) * block
-    return Sizes(blocks * block, past * block, future * block, overlap, first)
+    return Sizes(blocks * block, future * block, overlap, first)
 
 
 @torch.no_grad()
@@ -357,10 +357,10 @@ def numbers(count: int) -> Callable[[str], tuple[int, ...]]:
     return read
 
 
-#: Blocks of a window, before it and behind it; frames of overlap. The first are the defaults.
-BLOCKS = [(3, 2, 1, 20), (6, 2, 1, 20), (3, 2, 0, 20), (3, 2, 4, 20), (3, 4, 1, 20)]
-#: What one interval of the solver sees: four evaluations, each two blocks back and one ahead.
-ONE_INTERVAL = (3, 8, 4, 40)
+#: Blocks of a window, and behind it; frames of overlap. The first are the defaults.
+BLOCKS = [(3, 1, 20), (6, 1, 20), (3, 0, 20), (3, 2, 20), (3, 4, 20)]
+#: What one interval of the solver sees: four evaluations, each a block further ahead.
+ONE_INTERVAL = (3, 4, 40)
 #: Codes of an utterance that no such window holds.
 LONG = 192
 OVERLAPS = (0, 10, 20, 40)
@@ -374,8 +374,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--codes", type=int, default=144, help="Qwen2.5-Omni's, 50 a second")
     parser.add_argument("--gains", type=float, nargs="+", default=[1.0, 1.5])
-    parser.add_argument("--blocks", type=numbers(4), nargs="+", default=BLOCKS,
-                        help="WINDOW,PAST,FUTURE,OVERLAP")  # fmt: skip
+    parser.add_argument("--blocks", type=numbers(3), nargs="+", default=BLOCKS,
+                        help="WINDOW,FUTURE,OVERLAP")  # fmt: skip
     parser.add_argument("--frames", type=int, default=700, help="Qwen3-Omni's, 12.5 a second")
     parser.add_argument("--layer-scales", type=float, nargs="+", default=[0.01, 0.1])
     parser.add_argument("--windows", type=numbers(2), nargs="+", default=WINDOWS,

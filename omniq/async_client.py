@@ -14,6 +14,7 @@ from omniq.config import PipelineConfig, available_pipelines, get_pipeline
 from omniq.config.request import validate_request
 from omniq.errors import BrokerUnavailable, ConfigError, OmniqError, Overloaded
 from omniq.inputs import read_inputs
+from omniq.job_request import merged
 from omniq.jobs.model import JobEvent, JobRecord
 from omniq.jobs.store import JobStore
 from omniq.jobs.webhooks import Webhook
@@ -66,7 +67,8 @@ def _pipeline(
     if broker_url is not None or not (get_settings().embedded or PrivateBroker.in_use()):
         raise ConfigError(
             f"{name}: a running system serves the pipelines it was started with",
-            hint="start it by `omniq serve MODEL`, and name its pipeline here",
+            hint="start it by `omniq serve MODEL`, and name its pipeline here, whose file (in "
+            "OMNIQ_DATA_DIR/serve) is to be in OMNIQ_PIPELINES",
         )
     from omniq.serve.in_process import model_pipeline  # noqa: PLC0415 - slow import
 
@@ -218,7 +220,7 @@ class AsyncOmniLLM:
         """
         job_id = await self._submit(
             prompt,
-            {**(parameters or {}), **more},
+            merged(parameters, more),
             priority=priority,
             timeout=timeout,
             stream=False,
@@ -319,7 +321,7 @@ class AsyncOmniLLM:
         """
         return await self._submit(
             prompt,
-            {**(parameters or {}), **more},
+            merged(parameters, more),
             priority=priority,
             timeout=timeout,
             metadata=metadata,

@@ -15,6 +15,7 @@ import omniq.tasks  # noqa: F401 - gives the application its tasks
 from omniq import keys
 from omniq.celery import app, celery_priority
 from omniq.config import PipelineConfig
+from omniq.errors import PipelineChanged
 from omniq.jobs.model import JobSpec
 from omniq.publish import STAGE, Parent, Post, post
 
@@ -60,6 +61,22 @@ def early_post(
     order = pipeline.topological_order()
     behind = [_stage(spec, s) for s in order[order.index(stage) + 1 :]]
     return post(_stage(spec, stage, sender), chain=behind[::-1] or None, parent=parent)
+
+
+def served(spec: JobSpec, pipeline: PipelineConfig) -> PipelineConfig:
+    """The part of the pipeline that the job needs.
+
+    Raises:
+        PipelineChanged: it has other stages than when the job was accepted.
+    """
+    if set(spec.stages) <= set(pipeline.topological_order()):
+        part = pipeline.only(spec.stages)
+        if part.topological_order() == spec.stages:
+            return part
+    raise PipelineChanged(
+        f"pipeline {pipeline.name} has other stages than when job {spec.id} was accepted: it needs "
+        f"{', '.join(spec.stages)}; there are {', '.join(pipeline.topological_order())}"
+    )
 
 
 def post_again(spec: JobSpec, pipeline: PipelineConfig, stage: str) -> Post:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from omniq.async_client import AsyncOmniLLM, Prompt
 from omniq.errors import ConfigError, InvalidRequest, JobFailed, OmniqError
+from omniq.job_request import merged
 from omniq.jobs.model import JobState
 from omniq.request_output import OmniRequestOutput
 
@@ -215,7 +216,7 @@ def _requests(
             f"parameters: {message}; got {len(each)}",
             fields=[{"field": "parameters", "message": message}],
         )
-    return [(p, {**q, **more}) for p, q in zip(listed, each, strict=True)]
+    return [(p, merged(q, more)) for p, q in zip(listed, each, strict=True)]
 
 
 async def _results(llm: AsyncOmniLLM, job_ids: Sequence[str]) -> list[OmniRequestOutput]:

@@ -91,6 +91,12 @@ class JobGone(JobNotFound):
     code = "job_gone"
 
 
+class PipelineChanged(OmniqError):
+    """A job's pipeline has other stages than when the job was accepted."""
+
+    code = "pipeline_changed"
+
+
 class JobUnreadable(OmniqError):
     """A job's record was written by another version of omniq and says what this one cannot read."""
 
@@ -231,7 +237,9 @@ class DeadlineExceeded(StageTimeout):
 
 
 class NotReady(OmniqError):
-    """A stage had no ready worker within the time allowed."""
+    """A part that is needed cannot serve: a stage has no ready worker in time, or what another
+    version of omniq has written cannot be read.
+    """
 
     code = "not_ready"
     retryable = True

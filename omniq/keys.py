@@ -140,8 +140,8 @@ def undecodable() -> str:
 
 
 def cancel_channel() -> str:
-    """Pub/sub channel: ids of jobs whose running stages must stop, each alone or with a space and
-    the only stage that must.
+    """Pub/sub channel: ids of jobs whose running stages must stop, each alone or with the only
+    stage that must and the newest fence of its that must, between spaces.
     """
     return f"{_ns()}:cancel"
 

@@ -39,6 +39,8 @@ _LEADING_ELSEWHERE = (
     ipaddress.ip_network("64:ff9b::/96"),  # NAT64: an IPv4 address inside
     ipaddress.ip_network("64:ff9b:1::/48"),
     ipaddress.ip_network("fec0::/10"),  # site-local
+    ipaddress.ip_network("192.88.99.0/24"),  # relays of 6to4
+    ipaddress.ip_network("3fff::/20"),  # documentation
 )
 #: A name service may take its time over names that somebody has made for that: it holds up other
 #: look-ups at most, never the threads that other work waits for.

@@ -215,6 +215,13 @@ def continuation(
     return Continuation(posts, callbacks, chain)
 
 
+def posted(posts: Sequence[Post]) -> list[Any]:
+    """Arguments of a script that sends ``posts``; their queues are its last keys."""
+    if not posts:
+        return [0, ""]
+    return [len(posts), event_channel(), *(x for p in posts for x in p.arguments)]
+
+
 def event_channel() -> str:
     """Where Celery's events are published: kombu's name of the fan-out exchange's topic."""
     return f"/{_database(get_settings().redis_url)}.{keys.event_exchange()}/task.sent"

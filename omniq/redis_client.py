@@ -40,7 +40,8 @@ UNAVAILABLE = (
 )
 
 
-SHARED_LINE = frozenset({"EVAL", "EVALSHA", "HGET", "HGETALL", "PING", "SCRIPT LOAD"})
+BROKER_SETTING = "OMNIQ_BROKER_URL"
+SHARED_LINE = frozenset({"EVAL", "EVALSHA", "HGET", "HGETALL", "HMGET", "PING", "SCRIPT LOAD"})
 """Commands of all tasks that go over one connection: short to carry out, with short answers."""
 
 
@@ -127,11 +128,18 @@ class _BrokerErrors:
         if isinstance(exc, UNAVAILABLE):
             raise BrokerUnavailable(
                 f"the broker cannot be used: {exc}",
-                hint=f"check that Redis/Valkey runs at {self._setting} and has memory left",
+                hint=_hint(self._setting, exc),
             ) from exc
 
 
-def broker_errors(setting: str = "OMNIQ_BROKER_URL") -> _BrokerErrors:
+def _hint(setting: str, exc: BaseException) -> str:
+    ours = setting == BROKER_SETTING and get_settings().embedded
+    if ours and isinstance(exc, ConnectionError):
+        return "start a system by `omniq up` or `omniq serve`, or name a broker in OMNIQ_BROKER_URL"
+    return f"check that Redis/Valkey runs at {setting} and has memory left"
+
+
+def broker_errors(setting: str = BROKER_SETTING) -> _BrokerErrors:
     """A context that turns "no broker" into :class:`BrokerUnavailable`, whatever form it takes.
 
     Args:

@@ -184,11 +184,13 @@ class _Wire(asyncio.Protocol):
         if self.failure is not None:
             take(self.failure)
             return
+        # First of all: one that cannot be written must not wait for an answer, or it would get the
+        # next one's, and so on.
+        self.write(command)
         now = self._loop.time()
         self._waiting.append((now, take))
         if self._watch is None:
             self._watch = self._loop.call_at(now + self._timeout, self._look)
-        self.write(command)
 
     def subscribe(self, channel: str, take: Take) -> None:
         """Subscribe, which the server confirms by a push message, and refuses by an answer."""
@@ -203,14 +205,15 @@ class _Wire(asyncio.Protocol):
 
     def write(self, command: tuple[Argument, ...]) -> None:
         """Write what no answer is waited for, at the end of this turn of the loop."""
+        packed = hiredis.pack_command(command)  # type: ignore[arg-type]  # its stub is narrow
         if not self._unsent:
             self._loop.call_soon(self._flush)
-        packed = hiredis.pack_command(command)  # type: ignore[arg-type]  # its stub is narrow
         self._unsent.append(packed)
 
     def _flush(self) -> None:
         unsent, self._unsent = self._unsent, []
-        if unsent and self._transport is not None:
+        # One that is closing says so in a moment, and all that waits fails then.
+        if unsent and self._transport is not None and not self._transport.is_closing():
             self._transport.write(unsent[0] if len(unsent) == 1 else b"".join(unsent))
 
     def _look(self) -> None:

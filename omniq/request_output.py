@@ -223,6 +223,8 @@ class OmniRequestOutput:
 
     def _append(self, source: str, value: Any) -> bool:
         piece = value.get("text") if isinstance(value, dict) else value
+        if isinstance(value, dict) and value.get("index"):  # of another choice than the first
+            return False
         names = [n for n, s in self.text_sources.items() if s == source]
         if not isinstance(piece, str) or not names:
             return False

@@ -6,6 +6,8 @@ place that reads the environment.
 
 from __future__ import annotations
 
+import os
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -83,6 +85,12 @@ class Settings(BaseSettings):
     )
     max_body_bytes: int = Field(
         32 << 20, gt=0, description="Largest request body the API reads; more is answered 413."
+    )
+    body_timeout: float = Field(
+        300.0,
+        gt=0,
+        description="Within so long a request's body must have come whole; else it is answered "
+        "408.",
     )
 
     max_input_bytes: int = Field(
@@ -258,12 +266,22 @@ class Settings(BaseSettings):
         "INFO", description="Log level of workers and API."
     )
 
+    @field_validator("api_keys")
+    @classmethod
+    def _can_be_sent(cls, value: list[str]) -> list[str]:
+        # An empty one would be that of everybody who sends none.
+        if any(not key or key != key.strip() for key in value):
+            raise ValueError("must be keys that are not empty, without spaces around them")
+        return value
+
     @field_validator("broker_url", "blob_redis_url")
     @classmethod
     def _known_scheme(cls, value: str | None) -> str | None:
         schemes = ("redis://", "rediss://", "redis+socket://")
         if value is not None and not value.startswith(schemes):
             raise ValueError(f"must start with one of {', '.join(schemes)}")
+        if value is not None:
+            _check_url(value)
         return value
 
     @property
@@ -300,8 +318,34 @@ class Settings(BaseSettings):
         return urlunsplit(parts._replace(query=urlencode({**more, **given})))
 
 
+def _check_url(url: str) -> None:
+    """Raise ValueError for what redis-py would stumble over at its first command."""
+    parts = urlsplit(url)
+    if parts.scheme == "redis+socket":
+        return
+    _ = parts.port  # raises what is wrong with it
+    if not parts.hostname:
+        raise ValueError("must name a host")
+    database = parts.path.strip("/")
+    if database and not (database.isascii() and database.isdigit()):
+        raise ValueError(f"must end with the number of a database, not {database!r}")
+
+
 def _redis_spelling(url: str) -> str:
     return url.replace("redis+socket://", "unix://", 1)
+
+
+def unknown_variables() -> dict[str, str | None]:
+    """``OMNIQ_...`` variables of the environment that are no setting, each with the setting whose
+    name is most like it; None: no name is.
+    """
+    known = {f"OMNIQ_{name.upper()}" for name in Settings.model_fields}
+    unknown = sorted(n for n in os.environ if n.upper().startswith("OMNIQ_"))
+    return {
+        name: next(iter(get_close_matches(name.upper(), known, n=1)), None)
+        for name in unknown
+        if name.upper() not in known
+    }
 
 
 @lru_cache(maxsize=1)

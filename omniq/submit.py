@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import secrets
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,17 +13,15 @@ import orjson
 from omniq import chain
 from omniq.blobs.base import BlobRef
 from omniq.config import PipelineConfig, get_pipeline
-from omniq.config.request import validate_request
-from omniq.errors import BrokerUnavailable, InputTooLarge, InvalidRequest, JobNotFound
+from omniq.errors import BrokerUnavailable, InputTooLarge, JobNotFound
 from omniq.inputs import InputFile, read_inputs
+from omniq.job_request import checked_request, refused
 from omniq.jobs import webhooks
-from omniq.jobs.admission import Admission, Again, Share, refusal
-from omniq.jobs.model import JobRecord, JobSpec, new_job_id
+from omniq.jobs.admission import Admission, Again, refusal
+from omniq.jobs.model import JobRecord, JobSpec
 from omniq.jobs.store import JobStore
 from omniq.settings import get_settings
 
-PRIORITIES = range(10)
-DEFAULT_PRIORITY = 5
 #: What a client may call a request by which it is known when it comes again.
 IDEMPOTENCY_KEY = re.compile(r"^[ -~]{1,255}$")
 
@@ -77,25 +73,22 @@ async def submit(
         BrokerUnavailable: the job was neither recorded nor enqueued; or it was both, and the answer
             was lost.
     """
+    if not isinstance(pipeline, str):
+        raise refused("pipeline", "must be a name")
     config = get_pipeline(pipeline)
-    spec = make_spec(
+    request = checked_request(
         config,
         inputs,
-        parameters or {},
+        {} if parameters is None else parameters,
         priority=priority,
         timeout=timeout,
-        metadata=metadata or {},
+        metadata=metadata,
         stream=stream,
         share=store.share,
         outputs=outputs,
         allow_partial=allow_partial,
         formats=formats,
     )
-    # What others compare with is not this host's clock.
-    created = await store.clock.now()
-    deadline = None if timeout is None else created + timeout
-    times = {"id": new_job_id(created), "created": created, "deadline": deadline}
-    spec = spec.model_copy(update=times)
     again = None
     if idempotency_key is not None:
         wanted = None if outputs is None else sorted(outputs)
@@ -103,6 +96,8 @@ async def submit(
         asked += [dict(formats)] if formats else []
         asked += ["allow_partial"] if allow_partial else []
         again = _again(idempotency_key, part, asked, webhook)
+    # What others compare with is not this host's clock.
+    spec = request.job(await store.clock.now())
     hook, nbytes = None, 0
     looks = config.may_name_files
     if again is not None and (looks or webhook is not None):
@@ -138,12 +133,8 @@ async def submit(
 def _again(
     key: str, part: tuple[int, int], asked: Sequence[Any], webhook: webhooks.Webhook | None
 ) -> Again:
-    if not IDEMPOTENCY_KEY.fullmatch(key):
-        message = "must be 1 to 255 printable ASCII characters"
-        raise InvalidRequest(
-            f"idempotency_key: {message}",
-            fields=[{"field": "idempotency_key", "message": message}],
-        )
+    if not isinstance(key, str) or not IDEMPOTENCY_KEY.fullmatch(key):
+        raise refused("idempotency_key", "must be 1 to 255 printable ASCII characters")
 
     def plain(value: Any) -> Any:
         data = value.data if isinstance(value, InputFile) else bytes(value)
@@ -215,92 +206,3 @@ async def _with_files(
         await store.inputs.drop(spec.id, nbytes, files.values())
         raise
     return spec.model_copy(update={"inputs": inputs, "files": files}), nbytes
-
-
-def make_spec(
-    config: PipelineConfig,
-    inputs: dict[str, Any],
-    parameters: dict[str, Any],
-    *,
-    priority: int | None,
-    timeout: float | None,
-    metadata: dict[str, str],
-    stream: bool = True,
-    share: Share | None = None,
-    outputs: Sequence[str] | None = None,
-    allow_partial: bool = False,
-    formats: Mapping[str, str] | None = None,
-) -> JobSpec:
-    """The job a valid request of that tenant describes, with a new id.
-
-    Raises:
-        InvalidRequest: naming every faulty field.
-    """
-    share = share or Share()
-    if priority is None:
-        priority = min(DEFAULT_PRIORITY, share.max_priority)
-    if isinstance(priority, bool) or priority not in PRIORITIES[: share.max_priority + 1]:
-        raise InvalidRequest(
-            f"priority: must be 0 to {share.max_priority}; got {priority!r}",
-            fields=[{"field": "priority", "message": f"must be 0 to {share.max_priority}"}],
-        )
-    if timeout is not None and not 0 < timeout < float("inf"):
-        raise InvalidRequest(
-            f"timeout: must be seconds above 0; got {timeout!r}",
-            fields=[{"field": "timeout", "message": "must be seconds above 0"}],
-        )
-    wanted = list(config.outputs) if outputs is None else list(outputs)
-    if not wanted or (unknown := [name for name in wanted if name not in config.outputs]):
-        message = f"must be some of {', '.join(config.outputs)}" + (
-            f"; got {unknown[0]!r}" if wanted else ""
-        )
-        raise InvalidRequest(
-            f"outputs: {message}", fields=[{"field": "outputs", "message": message}]
-        )
-    if formats:
-        _check_formats(config, formats, wanted)
-    complete = validate_request(config, inputs, parameters)
-    seed = secrets.randbelow(2**32)
-    for stage in config.takers.get("seed", ()):
-        complete[stage.stage_id].setdefault("seed", seed)
-    created = time.time()
-    return JobSpec(
-        id=new_job_id(created),
-        pipeline=config.name,
-        pipeline_version=config.version,
-        inputs=inputs,
-        parameters=complete,
-        stages=config.topological_order() if outputs is None else config.stages_for(wanted),
-        priority=priority,
-        tenant=share.tenant,
-        deadline=None if timeout is None else created + timeout,
-        metadata=metadata,
-        formats=dict(formats or {}),
-        stream=stream,
-        partial={o: config.outputs[o].producer for o in wanted} if allow_partial else {},
-        created=created,
-    )
-
-
-def _check_formats(
-    config: PipelineConfig, formats: Mapping[str, str], wanted: Sequence[str]
-) -> None:
-    """Whether each is one of an output that is made.
-
-    Raises:
-        InvalidRequest: one is not.
-    """
-    from omniq.outputs import MultimodalOutputProcessor  # noqa: PLC0415 - few requests need it
-
-    processor = MultimodalOutputProcessor()
-    for name, form in formats.items():
-        allowed = processor.formats_of(config.outputs[name]) if name in wanted else ()
-        if form in allowed:
-            continue
-        message = f"must be one of {', '.join(allowed)}; got {form!r}"
-        if name not in wanted:
-            message = f"no such output is made; made are: {', '.join(wanted)}"
-        elif not allowed:
-            message = "the output's type has no formats"
-        field = f"formats.{name}"
-        raise InvalidRequest(f"{field}: {message}", fields=[{"field": field, "message": message}])

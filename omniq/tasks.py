@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from hashlib import sha256
 from typing import Any, Protocol
 
 from celery import Task
 from celery.exceptions import Reject, Retry
 
 from omniq.celery import app
-from omniq.errors import ConfigError, InvalidRequest, OmniqError
+from omniq.errors import ConfigError, OmniqError
 from omniq.publish import STAGE
 
 SUBMIT = "omniq.submit"
@@ -114,19 +115,27 @@ async def run_stage(
     return await runner.run(job, stage)
 
 
-@app.task(base=EngineTask, name=SUBMIT)
+@app.task(base=EngineTask, name=SUBMIT, bind=True)
 async def submit_job(
+    self: EngineTask,
     pipeline: str,
     *,
     inputs: dict[str, Any] | None = None,
     prompt: str | None = None,
     parameters: dict[str, Any] | None = None,
-    priority: int = 5,
+    priority: int | None = None,
     timeout: float | None = None,
     metadata: dict[str, str] | None = None,
+    stream: bool = True,
     idempotency_key: str | None = None,
+    webhook: dict[str, Any] | None = None,
+    outputs: list[str] | None = None,
+    allow_partial: bool = False,
+    formats: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Start a job; ``prompt`` is short for ``inputs={"prompt": ...}``.
+    """Start a job; ``prompt`` is short for ``inputs={"prompt": ...}``, ``webhook`` has ``url`` and
+    ``secret``, the rest is as of :func:`omniq.submit.submit`. A task that is delivered again,
+    because its worker died, starts no second one.
 
     Returns:
         ``{"id", "pipeline", "state", "stages"}``.
@@ -134,25 +143,38 @@ async def submit_job(
     Raises:
         InvalidRequest: naming every faulty field.
         Overloaded: there is no room for it now.
+        IdempotencyConflict: the key was used for something else.
     """
-    from omniq.jobs.store import JobStore  # noqa: PLC0415 - needs this module's app
+    from omniq.job_request import refused  # noqa: PLC0415 - needs this module's app
+    from omniq.jobs.store import JobStore  # noqa: PLC0415 - as above
+    from omniq.jobs.webhooks import Webhook  # noqa: PLC0415 - as above
     from omniq.submit import submit  # noqa: PLC0415 - as above
 
-    if prompt is not None:
-        if inputs is not None and "prompt" in inputs:
-            raise InvalidRequest("prompt: given twice, also in inputs")
-        inputs = {**(inputs or {}), "prompt": prompt}
+    flight = current_flight.get(None)
+    task = self.request.id if flight is None else flight.id
+    if idempotency_key is None and task is not None:
+        idempotency_key = f"task-{sha256(task.encode()).hexdigest()}"
+    inputs = {} if inputs is None else inputs
+    if prompt is not None and isinstance(inputs, dict):
+        if "prompt" in inputs:
+            raise refused("prompt", "given twice, also in inputs")
+        inputs = {**inputs, "prompt": prompt}
     store = JobStore.from_settings()
     try:
         record = await submit(
             store,
             pipeline=pipeline,
-            inputs=inputs or {},
+            inputs=inputs,
             parameters=parameters,
             priority=priority,
             timeout=timeout,
             metadata=metadata,
+            stream=stream,
             idempotency_key=idempotency_key,
+            webhook=None if webhook is None else Webhook.of(webhook),
+            outputs=outputs,
+            allow_partial=allow_partial,
+            formats=formats,
         )
     finally:
         await store.close()

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 import secrets
 import time
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from omniq import keys
+from omniq.errors import NotReady
 from omniq.jobs.admission import Share
 from omniq.jobs.webhooks import Webhook
 from omniq.redis_client import Client, broker_errors
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "omq_"
 _FORM = re.compile(rf"{PREFIX}([0-9a-f]{{12}})_([A-Za-z0-9_-]{{43}})")
@@ -61,10 +65,16 @@ class TenantKeys:
         return f"{PREFIX}{entry.id}_{secret}", entry
 
     async def all(self) -> list[TenantKey]:
-        """Every key, the oldest first."""
+        """Every key, the oldest first; of those of another version of omniq the log tells."""
         with broker_errors():
-            found = await self.redis.hvals(keys.api_keys())
-        return sorted(map(TenantKey.model_validate_json, found), key=lambda k: k.created)
+            raw = await self.redis.hgetall(keys.api_keys())
+        found = []
+        for key_id, text in raw.items():
+            try:
+                found.append(_read(key_id.decode(), text))
+            except NotReady as exc:
+                logger.warning("%s", exc.message)
+        return sorted(found, key=lambda k: k.created)
 
     async def closed(self) -> bool:
         """Whether there is one, or has been: to revoke the last one must not open the system."""
@@ -77,10 +87,21 @@ class TenantKeys:
             return bool(await self.redis.hdel(keys.api_keys(), key_id))
 
     async def get(self, key_id: str) -> TenantKey | None:
-        """The key of that id."""
+        """The key of that id.
+
+        Raises:
+            NotReady: it is one of another version of omniq, whose limits this one cannot keep.
+        """
         with broker_errors():
             raw = await self.redis.hget(keys.api_keys(), key_id)
-        return None if raw is None else TenantKey.model_validate_json(raw)
+        return None if raw is None else _read(key_id, raw)
+
+
+def _read(key_id: str, text: bytes) -> TenantKey:
+    try:
+        return TenantKey.model_validate_json(text)
+    except ValidationError as exc:
+        raise NotReady(f"key {key_id} is not one of this version of omniq") from exc
 
 
 def split(key: str) -> tuple[str, str] | None:

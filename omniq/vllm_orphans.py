@@ -75,6 +75,10 @@ def end_with_parent() -> None:
     """In a process that :func:`claim` was meant for: be killed when its parent ends.
 
     The multiprocessing resource tracker, which both share, then unlinks their shared memory.
+
+    Until then only the parent ends it: a signal to the parent's whole group (Ctrl-C, honcho) would
+    reach it a moment before vLLM's own, the second of which kills it while it waits for its model
+    workers. They would go on for seconds, and be killed with the tracker by whoever sent the first.
     """
     parent = multiprocessing.parent_process()
     if parent is None or os.environ.get(PARENT) != str(parent.pid):
@@ -82,6 +86,7 @@ def end_with_parent() -> None:
     if any(thread.name == THREAD for thread in threading.enumerate()):
         return
     assert parent.pid is not None, "a process that has started"
+    os.setpgid(0, 0)
     threading.Thread(target=_watch, args=(parent.pid,), name=THREAD, daemon=True).start()
 
 

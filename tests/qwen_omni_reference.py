@@ -7,6 +7,7 @@ import io
 import wave
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -64,14 +65,24 @@ def turn(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-class Reference:
-    """The whole model in transformers."""
+_randn = torch.randn
 
-    def __init__(self, folder: Path) -> None:
+
+def _drawn_on_cpu(*size: Any, device: Any = None, **more: Any) -> torch.Tensor:
+    """``torch.randn``, the same for a seed on every device, as omniq's noise is."""
+    return _randn(*size, **more).to(device)
+
+
+class Reference:
+    """The whole model in transformers, on ``device``; token2wav in float32 in any case."""
+
+    def __init__(
+        self, folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
         from transformers import Qwen2_5OmniForConditionalGeneration
 
         self.model = Qwen2_5OmniForConditionalGeneration.from_pretrained(
-            folder, dtype=torch.float32
+            folder, dtype=dtype, device_map=device
         ).eval()
         self.codes: list[int] = []
         token2wav = self.model.token2wav.forward
@@ -79,7 +90,8 @@ class Reference:
         def seeded(code: torch.Tensor, **more: Any) -> torch.Tensor:
             self.codes = code[0].tolist()
             torch.manual_seed(SEED)  # of the noise alone
-            return token2wav(code, **more)
+            with patch.object(torch, "randn", _drawn_on_cpu):
+                return token2wav(code, **more)
 
         self.model.token2wav.forward = seeded
         talk = self.model.talker.generate
@@ -111,8 +123,9 @@ class Reference:
         self, inputs: dict[str, Any], tokens: int, codes: int, **more: Any
     ) -> tuple[list[int], list[int], torch.Tensor]:
         """Tokens, codes and waveform."""
+        device = self.model.device
         made, waveform = self.model.generate(
-            **inputs,
+            **{n: v.to(device) if torch.is_tensor(v) else v for n, v in inputs.items()},
             thinker_max_new_tokens=tokens,
             talker_max_new_tokens=codes,
             talker_eos_token_id=ENDS,

@@ -26,12 +26,13 @@ SAMPLES_A_FRAME = 1920
 LAYER = 2
 
 
-def make_qwen3_omni(folder: Path, shape: Mapping[str, Any] | None = None) -> Path:
+def make_qwen3_omni(folder: Path, shape: Mapping[str, Any] | None = None, scale: float = 6) -> Path:
     """Write the whole model to ``folder``: weights, tokenizer, preprocessors.
 
     Args:
         folder: is made.
         shape: settings of ``config.json`` to use in place of the tiny ones.
+        scale: factor for the weights of code2wav.
     """
     from transformers import Qwen3OmniMoeForConditionalGeneration
 
@@ -43,7 +44,7 @@ def make_qwen3_omni(folder: Path, shape: Mapping[str, Any] | None = None) -> Pat
     with torch.no_grad():
         for weight in model.code2wav.parameters():
             if weight.ndim > 1:  # at 0.02 whatever is said is silence
-                weight.mul_(6)
+                weight.mul_(scale)
         for name, weight in model.talker.named_parameters():
             if ".experts." in name:  # transformers leaves them as the memory was
                 weight.normal_(0, 0.3)

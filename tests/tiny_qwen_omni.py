@@ -56,21 +56,30 @@ def make_omni_tokenizer() -> Any:
 
 
 def make_qwen_omni(
-    folder: Path, shape: Mapping[str, Any] | None = None, scale: tuple[float, float] = (6, 4)
+    folder: Path,
+    shape: Mapping[str, Any] | None = None,
+    scale: tuple[float, float] = (6, 4),
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
     """Write the whole model to ``folder``: weights, speakers, tokenizer, preprocessors.
 
     Args:
         folder: is made.
-        shape: settings of ``config.json`` to use in place of the tiny ones.
+        shape: settings of ``config.json`` to use in place of the tiny ones. Tokens that the
+            tokenizer lacks, and codes that the codebook lacks, are never the most likely ones.
         scale: factors for the weights of DiT and vocoder.
+        device: where the weights are made.
+        dtype: of thinker and talker; token2wav has float32.
     """
     from transformers import Qwen2_5OmniForConditionalGeneration
 
     tokenizer = make_omni_tokenizer()
     torch.manual_seed(0)
     config = _config(tokenizer, shape or {})
-    model = Qwen2_5OmniForConditionalGeneration(config).eval()
+    with torch.device(device):
+        model = Qwen2_5OmniForConditionalGeneration._from_config(config, dtype=dtype).eval()
     dit = config.token2wav_config.dit_config
     with torch.no_grad():
         # What the classes leave at 0.02 makes silence, whatever the codes are.
@@ -79,6 +88,8 @@ def make_qwen_omni(
                 if weight.ndim > 1:
                     weight.mul_(factor)
         model.token2wav.code2wav_bigvgan_model.conv_post.weight.mul_(12)
+        model.thinker.lm_head.weight[len(tokenizer) :] = 0
+        model.talker.codec_head.weight[dit.num_embeds :] = 0
     model.save_pretrained(folder)
     torch.save(
         {

@@ -14,7 +14,7 @@ import omniq
 from omniq.settings import get_settings
 from omniq_api import openapi, problems
 from omniq_api.keys import ApiKeyMiddleware
-from omniq_api.limits import BodyLimitMiddleware
+from omniq_api.limits import BodyLimitMiddleware, HeadMiddleware
 from omniq_api.openai_compat import routes as openai_routes
 from omniq_api.routes import artifacts, dlq, generate, health, jobs, pipelines
 from omniq_api.services import open_services
@@ -29,7 +29,7 @@ Times are Unix seconds.
 """
 TAGS = [
     {"name": "generate", "description": "One call from prompt to result."},
-    {"name": "openai", "description": "Language models and pictures, for clients of OpenAI's API."},
+    {"name": "openai", "description": "Text, pictures and speech, for OpenAI's clients."},
     {"name": "jobs", "description": "Durable requests and their results."},
     {"name": "dead letters", "description": "Jobs that failed for good, and may be tried again."},
     {"name": "pipelines", "description": "What can be asked for."},
@@ -71,9 +71,12 @@ def create_app() -> FastAPI:
         return RedirectResponse("docs")
 
     settings = get_settings()
-    app.add_middleware(BodyLimitMiddleware, limit=settings.max_body_bytes)
     required = settings.api_auth == "required"
+    app.add_middleware(
+        BodyLimitMiddleware, limit=settings.max_body_bytes, seconds=settings.body_timeout
+    )
     app.add_middleware(ApiKeyMiddleware, keys=settings.api_keys, required=required)
+    app.add_middleware(HeadMiddleware)
     problems.install(app)
     openapi.install(app, keys=required or bool(settings.api_keys))
     return app

@@ -19,10 +19,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omniq import tenants
-from omniq.errors import BrokerUnavailable
+from omniq.errors import BrokerUnavailable, NotReady
 from omniq.jobs.admission import Share, Usage
 from omniq.tenants import TenantKey, TenantKeys
-from omniq_api.openai_compat.faults import INVALID, SERVER, error_body
+from omniq_api.openai_error import INVALID, SERVER, error_body
 from omniq_api.problems import UNAVAILABLE_DETAIL, omniq_problem, problem_response
 
 PROTECTED = "/v1"
@@ -131,7 +131,7 @@ class ApiKeyMiddleware:
                     return None
             if not self._required and not await self._known.closed(found):
                 return None
-        except BrokerUnavailable as exc:
+        except (BrokerUnavailable, NotReady) as exc:
             if self._required or key:
                 also = error_body(UNAVAILABLE_DETAIL, SERVER, code=exc.code)
                 return omniq_problem(Request(scope), exc, also)

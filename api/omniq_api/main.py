@@ -14,6 +14,7 @@ import uvicorn
 from omniq.config import available_pipelines
 from omniq.settings import get_settings
 from omniq_api.app import create_app
+from omniq_api.http_protocol import GuardedProtocol
 
 GRACE = 2
 GC_THRESHOLDS = (20_000, 20, 50)
@@ -68,7 +69,7 @@ def run_api(host: str, port: int, *, access_log: bool = False) -> int:
         host=host,
         port=port,
         loop="uvloop",
-        http="httptools",
+        http=GuardedProtocol,
         ws="none",
         lifespan="on",
         log_config=None,

@@ -62,7 +62,7 @@ EXAMPLES: dict[int, Example] = {
     413: (
         "Body too large",
         "body_too_large",
-        "the body may have at most 33554432 bytes",
+        "the body must have at most 33554432 bytes",
         [("body", "must have at most 33554432 bytes")],
     ),
     415: (

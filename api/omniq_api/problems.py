@@ -16,10 +16,12 @@ from fastapi.exceptions import HTTPException, RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omniq import errors
+from omniq.config.request import is_form
+from omniq_api.openai_error import INVALID, error_body
 
 logger = logging.getLogger("omniq.api")
 
@@ -178,23 +180,32 @@ def http_problem(request: Request, exc: StarletteHTTPException) -> Response:
             members=exc.members,
         )
     code = _title(exc.status_code).lower().replace(" ", "_").replace("-", "_")
-    detail = str(exc.detail)
+    detail, headers = str(exc.detail), dict(exc.headers or {})
     if exc.status_code == 404:
         detail = f"no route {_path(request)}; see /docs"
     elif exc.status_code == 405:
-        allowed = _allowed(request)
+        headers["Allow"] = allowed = ", ".join(_methods(request))
         detail = f"{request.method} is not allowed here; allowed: {allowed}"
-        return problem_response(request, 405, code, detail, headers={"allow": allowed})
-    return problem_response(request, exc.status_code, code, detail, headers=exc.headers)
+    return problem_response(
+        request,
+        exc.status_code,
+        code,
+        detail,
+        headers=headers,
+        members=error_body(_short(detail), INVALID, code=code),
+    )
 
 
-def _allowed(request: Request) -> str:
-    """The methods of every route of the path; Starlette's own answer has those of the first."""
-    found: set[str] = set()
-    for route in request.app.routes:
-        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
-            found |= route.methods or set()
-    return ", ".join(sorted(found))
+def _methods(request: Request) -> list[str]:
+    """All methods that the path has."""
+    scope = request.scope
+    found = {
+        method
+        for route in request.app.router.routes
+        for method in ("GET", "POST", "PUT", "PATCH", "DELETE")
+        if route.matches({**scope, "method": method})[0] is Match.FULL
+    }
+    return sorted(found | ({"HEAD"} if "GET" in found else set()))
 
 
 def validation_problem(request: Request, exc: RequestValidationError) -> Response:
@@ -209,6 +220,8 @@ def validation_problem(request: Request, exc: RequestValidationError) -> Respons
             f"the body is not valid JSON: {reason}",
             faults=[{"field": "body", "message": reason}],
         )
+    # Of the forms that a field may have, the one whose type was right tells more.
+    found = sorted(found, key=lambda e: _is_of_a_form(e) and e["type"].endswith("_type"))
     faults = [_fault(e) for e in found]
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     detail = f"{faults[0]['field']}: {faults[0]['message']}{more}"
@@ -219,12 +232,17 @@ def _fault(error: dict[str, Any]) -> Fault:
     where, *path = error["loc"]
     if path and path[-1] == "[key]":
         path.pop()
+    path = [part for part in path if not is_form(part)]
     field = ".".join(str(part) for part in path) or str(where)
     if where == "header":
         field = "-".join(part.capitalize() for part in field.split("-"))
     messages = {"extra_forbidden": "unknown field", "missing": "required, but missing"}
     message = messages.get(error["type"], error["msg"]).removeprefix("Value error, ")
     return {"field": field, "message": message}
+
+
+def _is_of_a_form(error: Any) -> bool:
+    return any(map(is_form, error["loc"]))
 
 
 class IncidentMiddleware:

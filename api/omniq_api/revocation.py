@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TypeVar
 
-from omniq.errors import BrokerUnavailable
+from omniq.errors import BrokerUnavailable, NotReady
 from omniq.redis_client import Client
 from omniq.tenants import TenantKey, TenantKeys
 
@@ -74,8 +74,8 @@ class Revocations:
         if time.monotonic() > until:
             try:
                 good = await self._keys.get(key.id) is not None
-            except BrokerUnavailable:
-                return True  # the stream ends by that, if it lasts
+            except (BrokerUnavailable, NotReady):
+                return True  # the stream ends by the first, if it lasts; the other is there still
             now = time.monotonic()
             self._good = {i: known for i, known in self._good.items() if known[0] > now - LOOK}
             self._good[key.id] = (now + 1, good)

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from omniq.cli.options import echo_json, echo_table, json_option, with_store
+from omniq.cli.options import Id, echo, echo_json, echo_table, json_option, with_store
 from omniq.jobs.dead import DeadLetter, DeadLetters
 from omniq.jobs.store import JobStore
 
@@ -29,7 +29,7 @@ def list_letters(limit: int, as_json: bool) -> None:
 
 
 @dlq.command()
-@click.argument("letter_id")
+@click.argument("letter_id", type=Id())
 @json_option
 def show(letter_id: str, as_json: bool) -> None:
     """One dead letter: why, where, its traceback, the keys of what its stage read."""
@@ -37,41 +37,41 @@ def show(letter_id: str, as_json: bool) -> None:
     if as_json:
         echo_json(letter.model_dump(mode="json"))
         return
-    click.echo(f"{letter.id}  {letter.reason}: {letter.message}")
+    echo(f"{letter.id}  {letter.reason}: {letter.message}")
     if letter.kind == "message":
         return
-    click.echo(f"stage {letter.stage} of {letter.pipeline}, last run by {letter.worker}")
-    click.echo(f"attempts {letter.attempts}, deliveries {letter.deliveries}")
+    echo(f"stage {letter.stage} of {letter.pipeline}, last run by {letter.worker}")
+    echo(f"attempts {letter.attempts}, deliveries {letter.deliveries}")
     for name, key in letter.inputs.items():
-        click.echo(f"input {name}: {key}")
+        echo(f"input {name}: {key}")
     resumes = ", ".join(letter.resumes_at) or "nowhere: its pipeline is not configured here"
-    click.echo(f"a retry begins at {resumes}")
+    echo(f"a retry begins at {resumes}")
     if letter.traceback:
-        click.echo(letter.traceback)
+        echo(letter.traceback)
 
 
 @dlq.command()
-@click.argument("letter_ids", nargs=-1, required=True)
+@click.argument("letter_ids", type=Id(), nargs=-1, required=True)
 def retry(letter_ids: tuple[str, ...]) -> None:
     """Try jobs again: from the stage that failed, or from before it if what it reads is gone."""
 
     async def run(store: JobStore) -> None:
         for letter_id in letter_ids:
             record = await DeadLetters(store).retry(letter_id)
-            click.echo(f"{record.id}  {record.state.value}")
+            echo(f"{record.id}  {record.state.value}")
 
     with_store(run)
 
 
 @dlq.command()
-@click.argument("letter_ids", nargs=-1, required=True)
+@click.argument("letter_ids", type=Id(), nargs=-1, required=True)
 def drop(letter_ids: tuple[str, ...]) -> None:
     """Give dead letters up."""
 
     async def run(store: JobStore) -> None:
         for letter_id in letter_ids:
             await DeadLetters(store).drop(letter_id)
-            click.echo(f"{letter_id}  dropped")
+            echo(f"{letter_id}  dropped")
 
     with_store(run)
 

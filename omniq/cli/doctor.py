@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import click
@@ -52,11 +52,19 @@ def doctor() -> None:
         *(_python, _packages, _accelerators, _broker, _shared_memory, _devices, _engines),
         _vllm_omni,
     ):
-        for level, text in check():
+        for level, text in _all(check):
             broken |= level == BAD
             click.secho(f"{level:>4}  {text}", fg={OK: None, WARN: "yellow", BAD: "red"}[level])
     if broken:
         sys.exit(1)
+
+
+def _all(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """What a check finds; what stops it is a finding, and no reason to leave the others out."""
+    try:
+        yield from check()
+    except OmniqError as exc:
+        yield BAD, exc.message
 
 
 def installed(name: str) -> str | None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import click
 import redis.asyncio
-import yaml
 
 from omniq.async_client import AsyncOmniLLM
 from omniq.cli.options import echo_json, pipeline_option
 from omniq.config import PipelineConfig
+from omniq.config.loader import read_yaml
 from omniq.errors import BrokerUnavailable, OmniqError
 from omniq.jobs.workers import WorkerRegistry
 from omniq.redis_client import connect
@@ -26,10 +26,21 @@ from omniq.settings import get_settings
 
 @click.command()
 @click.argument("prompt")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="File.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where to save it; the suffix says a picture's format. Further files: NAME-1, NAME-2, ...",
+)
 @pipeline_option
 @click.option("--seed", type=click.IntRange(0), help="Same seed, same output.")
-@click.option("--param", "params", multiple=True, metavar="NAME=VALUE", help="May be repeated.")
+@click.option(
+    "--param",
+    "params",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A parameter of the pipeline, its value in YAML; may be repeated.",
+)
 @click.option(
     "--input",
     "more",
@@ -68,6 +79,8 @@ def generate(
     starts one for this request only. Without -o each result file is saved under its own name.
     """
     _check_writable(output)
+    if output is not None:
+        _check_suffix(output)
     parameters = _parameters(params)
     if seed is not None:
         parameters["seed"] = seed
@@ -97,10 +110,7 @@ def _parameters(params: tuple[str, ...]) -> dict[str, Any]:
     """Values as YAML, so that ``7``, ``1.5``, ``true``, ``[a, b]`` work; of one name the last."""
     found: dict[str, Any] = {}
     for name, text in _pairs(params, "--param"):
-        try:
-            found[name] = yaml.safe_load(text)
-        except yaml.YAMLError as exc:
-            raise click.BadParameter(f"'{name}={text}': {exc}", param_hint="--param") from exc
+        found[name] = read_yaml(text, f"--param {name}")
     return found
 
 
@@ -142,14 +152,14 @@ async def _generate(
 ) -> OmniRequestOutput:
     settings = get_settings()
     url = settings.url if not settings.embedded or await _is_up(pipeline) else None
-    if url is None:
-        _note("no running system found, starting one for this request")
     llm = AsyncOmniLLM(
         pipeline, broker_url=url, on_progress=lambda stage, state: _note(f"{stage} is {state}")
     )
     first = next(iter(llm.config.inputs))
     prompt = _inputs(llm.config, [(first, text), *inputs])
     llm.validate(prompt, parameters)  # before anything is started
+    if url is None:
+        _note("no running system found, starting one for this request")
     async with llm:
         final: OmniRequestOutput | None = None
         async for final in llm.stream(prompt, parameters, **options):
@@ -187,6 +197,16 @@ def _check_writable(output: Path | None) -> None:
     folder = Path() if output is None else output.parent
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise click.BadParameter(f"{str(folder)!r} is no folder to write to", param_hint="--output")
+
+
+def _check_suffix(output: Path) -> None:
+    """Find out as early that nobody can write such a picture."""
+    from PIL import Image  # noqa: PLC0415 - as in `_bytes_for`
+
+    form = Image.registered_extensions().get(output.suffix.lower())
+    if form is not None and form not in Image.SAVE:
+        message = f"{output.suffix} files can be read only"
+        raise click.BadParameter(message, param_hint="--output")
 
 
 def _save(result: OmniRequestOutput, output: Path | None) -> list[Path]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import click
 
-from omniq.cli.options import echo_json, echo_table, json_option, with_store
+from omniq.cli.options import Id, echo, echo_json, echo_table, json_option, with_store
 from omniq.jobs.model import JobEvent, JobRecord, JobState
 from omniq.jobs.store import JobStore
 
@@ -42,7 +43,7 @@ def list_jobs(states: tuple[str, ...], pipeline: str | None, limit: int, as_json
 
 
 @jobs.command()
-@click.argument("job_id")
+@click.argument("job_id", type=Id())
 @json_option
 def show(job_id: str, as_json: bool) -> None:
     """One job: state, stages with times, results, error."""
@@ -50,7 +51,7 @@ def show(job_id: str, as_json: bool) -> None:
 
 
 @jobs.command()
-@click.argument("job_id")
+@click.argument("job_id", type=Id())
 @json_option
 def cancel(job_id: str, as_json: bool) -> None:
     """Ask a job to stop; one that has ended stays as it is."""
@@ -58,7 +59,7 @@ def cancel(job_id: str, as_json: bool) -> None:
 
 
 @jobs.command()
-@click.argument("job_id")
+@click.argument("job_id", type=Id())
 @click.option("--follow", "-f", is_flag=True, help="Go on until the job has ended.")
 @json_option
 def events(job_id: str, follow: bool, as_json: bool) -> None:
@@ -98,8 +99,8 @@ def _show(record: JobRecord, as_json: bool) -> None:
     if as_json:
         echo_json(record.model_dump(mode="json"))
         return
-    click.echo(f"{record.id}  {_state(record)}  {record.spec.pipeline}")
-    click.echo(f"prompt: {excerpt(record, 400)}")
+    echo(f"{record.id}  {_state(record)}  {record.spec.pipeline}")
+    echo(f"prompt: {excerpt(record, 400)}")
     rows = []
     for name, stage in record.stages.items():
         took = f"{stage.finished - stage.started:.2f}s" if stage.finished and stage.started else ""
@@ -107,20 +108,20 @@ def _show(record: JobRecord, as_json: bool) -> None:
         rows.append((name, stage.state.value, stage.attempts, took, step, stage.worker or ""))
     echo_table(("STAGE", "STATE", "ATTEMPTS", "TOOK", "STEP", "WORKER"), rows)
     for name, value in record.values.items():
-        click.echo(f"{name}: {value}")
+        echo(f"{name}: {value}")
     for info in record.artifacts.values():
-        click.echo(f"file {info.name}: {info.content_type}, {info.nbytes} bytes")
+        echo(f"file {info.name}: {info.content_type}, {info.nbytes} bytes")
     for name, why in record.missing.items():
         error = f"{why.error.get('code')}: {why.error.get('message')}"
-        click.echo(f"missing {name}: stage {why.stage}: {error}")
+        echo(f"missing {name}: stage {why.stage}: {error}")
     if record.error:
-        click.echo(f"error: {record.error.get('code')}: {record.error.get('message')}")
+        echo(f"error: {record.error.get('code')}: {record.error.get('message')}")
 
 
 def _echo_event(event: JobEvent, as_json: bool) -> None:
     if as_json:
-        click.echo(event.model_dump_json())
+        click.echo(json.dumps(event.model_dump(mode="json")))
         return
     clock = time.strftime("%H:%M:%S", time.localtime(event.time))
     data = " ".join(f"{k}={v}" for k, v in event.data.items())
-    click.echo(f"{clock}.{int(event.time % 1 * 1000):03d} {event.type} {event.stage or ''} {data}")
+    echo(f"{clock}.{int(event.time % 1 * 1000):03d} {event.type} {event.stage or ''} {data}")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 from pydantic import ValidationError
 
-from omniq.cli.options import echo_json, echo_table, json_option, with_store
+from omniq.cli.options import Id, echo_json, echo_table, json_option, with_store
 from omniq.errors import InvalidRequest
 from omniq.jobs.admission import Share
 from omniq.jobs.webhooks import Webhook, checked
@@ -50,7 +50,7 @@ def create(
     share = _valid(Share, tenant=tenant, **limits)
     webhook = None
     if webhook_url is not None:
-        webhook = _valid(Webhook, url=webhook_url, secret=webhook_secret)
+        webhook = Webhook.of({"url": webhook_url, "secret": webhook_secret})
     elif webhook_secret is not None:
         raise click.UsageError("--webhook-secret needs --webhook-url")
 
@@ -79,7 +79,7 @@ def list_keys(as_json: bool) -> None:
 
 
 @keys.command()
-@click.argument("key_id", metavar="ID")
+@click.argument("key_id", metavar="ID", type=Id())
 def revoke(key_id: str) -> None:
     """Have a key, by its id, be valid no more; within a second everywhere."""
     if not _with_keys(lambda k: k.revoke(key_id)):

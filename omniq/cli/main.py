@@ -7,6 +7,7 @@ Commands live in modules of their own that are imported when a command is used, 
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
 import click
@@ -36,6 +37,9 @@ COMMANDS = {
     "banner": ("omniq.cli.ready", "Wait until ready, say where everything listens, and stay."),
 }
 """Name -> module that defines it (as a function of that name) and its line in the help."""
+
+SECRETS = ("broker_url", "blob_redis_url", "flower_auth", "api_keys", "message_keys")
+"""Settings that hold passwords, which no error repeats."""
 
 BAD_INPUT = 2
 FAILURE = 1
@@ -88,6 +92,8 @@ class OmniqGroup(click.Group):
 
         from omniq.errors import ConfigError, InvalidRequest, OmniqError  # noqa: PLC0415
 
+        if ctx.params["parent"] is None:  # else the parent has said it
+            _warn_of_unknown_variables()
         try:
             return super().invoke(ctx)
         except OmniqError as exc:
@@ -101,17 +107,29 @@ class OmniqGroup(click.Group):
             raise CliError(_settings_faults(exc), "`omniq config` explains all", BAD_INPUT) from exc
 
 
+def _warn_of_unknown_variables() -> None:
+    """A misspelt setting would otherwise leave its default in force, such as no API keys."""
+    from omniq.settings import unknown_variables  # noqa: PLC0415
+
+    for name, near in unknown_variables().items():
+        meant = f"; did you mean {near}?" if near else ""
+        click.echo(f"omniq: {name} is no setting{meant}", err=True)
+
+
 def _about_settings(exc: Exception) -> bool:
     return getattr(exc, "title", "Settings") == "Settings"
 
 
 def _settings_faults(exc: Any) -> str:
-    if not hasattr(exc, "errors"):
-        return str(exc)
-    return "\n".join(
-        f"OMNIQ_{'.'.join(str(p) for p in e['loc']).upper()}: {e['msg']} (got {e['input']!r})"
-        for e in exc.errors(include_url=False)
-    )
+    if not hasattr(exc, "errors"):  # pydantic-settings could not even read a value
+        field = re.search(r'field "(\w+)"', str(exc))
+        return f"OMNIQ_{field[1].upper()}: must be JSON: {exc.__cause__}" if field else str(exc)
+    lines = []
+    for error in exc.errors(include_url=False):
+        name = ".".join(str(part) for part in error["loc"])
+        got = "" if name.partition(".")[0] in SECRETS else f" (got {error['input']!r})"
+        lines.append(f"OMNIQ_{name.upper()}: {error['msg'].removeprefix('Value error, ')}{got}")
+    return "\n".join(lines)
 
 
 @click.group(cls=OmniqGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from omniq.cli.options import pipeline_option
+from omniq.cli.options import Seconds, pipeline_option
 from omniq.config import Modality, PipelineConfig, get_pipeline
 from omniq.config.served import openai_model
 from omniq.errors import NotReady
@@ -33,13 +33,13 @@ def _wait(pipeline: PipelineConfig, timeout: float | None) -> None:
         click.echo(f"{time.monotonic() - started:6.1f} s  {pipeline.name}/{stage} {state}")
         sys.stdout.flush()
 
-    seconds = timeout or get_settings().ready_timeout
+    seconds = get_settings().ready_timeout if timeout is None else timeout
     asyncio.run(runtime_ready.wait_ready(pipeline, seconds, on_change=on_change))
 
 
 @click.command("wait-ready")
 @pipeline_option
-@click.option("--timeout", type=float, help="Seconds; default OMNIQ_READY_TIMEOUT.")
+@click.option("--timeout", type=Seconds(), help="Seconds; default OMNIQ_READY_TIMEOUT.")
 def wait_ready(pipeline: str, timeout: float | None) -> None:
     """Wait until every stage has a ready worker; exit code 1 and diagnostics if not in time."""
     _wait(get_pipeline(pipeline), timeout)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from omniq.cli.options import echo_json, echo_table, json_option, with_store
+from omniq.cli.options import Seconds, echo_json, echo_table, json_option, with_store
 from omniq.config import available_pipelines, get_pipeline
 from omniq.jobs.reconcile import Reconciler, Report
 from omniq.jobs.store import JobStore
@@ -16,7 +16,7 @@ from omniq.jobs.store import JobStore
 @click.option("--pipeline", help="Only jobs of this pipeline; default: of all that are configured.")
 @click.option(
     "--grace",
-    type=click.FloatRange(min=0),
+    type=Seconds(),
     help="Leave alone what has changed within so many seconds; default: OMNIQ_RECONCILE_INTERVAL.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what is lost.")

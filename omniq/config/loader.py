@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,28 @@ class _StrictLoader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key must be no list and no mapping", key_node.start_mark
+                )
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"duplicate key {key!r}", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str, origin: str) -> Any:
+    """What a YAML text says.
+
+    Raises:
+        ConfigError: it is none, or holds what YAML's types cannot, such as a 13th month.
+    """
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:
+        raise ConfigError(f"{origin}: not valid YAML: {exc}") from exc
 
 
 def load_pipeline(path: Path) -> PipelineConfig:
@@ -56,6 +73,7 @@ def parse_pipeline(text: str, origin: str) -> PipelineConfig:
     """
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+        _check_ends(root, set(), set())
         data = yaml.load(text, Loader=_StrictLoader)  # nosec B506 # a SafeLoader
     except yaml.MarkedYAMLError as exc:
         mark = exc.problem_mark
@@ -69,6 +87,26 @@ def parse_pipeline(text: str, origin: str) -> PipelineConfig:
         return PipelineConfig.model_validate(data)
     except ValidationError as exc:
         raise ConfigError("\n".join(_faults(exc, root, origin))) from exc
+
+
+def _check_ends(node: yaml.Node | None, around: set[int], seen: set[int]) -> None:
+    """Raise a YAML error if the node holds itself, by an alias.
+
+    Args:
+        around: the nodes that hold it.
+        seen: nodes that are known to hold none of those that hold them.
+    """
+    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
+        return
+    if id(node) in around:
+        message = "a value must not hold itself"
+        raise yaml.constructor.ConstructorError(None, None, message, node.start_mark)
+    around.add(id(node))
+    for child in node.value:
+        for part in child if isinstance(child, tuple) else (child,):
+            _check_ends(part, around, seen)
+    around.discard(id(node))
+    seen.add(id(node))
 
 
 def _faults(exc: ValidationError, root: yaml.Node | None, origin: str) -> list[str]:

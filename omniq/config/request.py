@@ -84,11 +84,18 @@ def _text_fault(spec: InputConfig, value: Any) -> str | None:
         return f"must have {spec.min_length} to {longest} characters, has {len(value)}"
     if spec.min_length and not value.strip():
         return "must not be blank"
-    try:
-        value.encode()
-    except UnicodeEncodeError:
+    if not is_unicode(value):
         return "must be valid Unicode (it holds a lone surrogate)"
     return None
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it can be written: it holds no lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _messages_fault(spec: InputConfig, value: Any) -> str | None:
@@ -208,7 +215,7 @@ def _check_stage(
                 faults[""] = _fault(where, "a parameter's name must be valid Unicode")
                 continue
             name = str(error["loc"][0])
-            place = ".".join(str(part) for part in error["loc"][1:] if not _is_form(part))
+            place = ".".join(str(part) for part in error["loc"][1:] if not is_form(part))
             message = f"{place}: {error['msg'].removeprefix('Value error, ')}".lstrip(": ")
             if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
                 message = f"unknown parameter; allowed: {', '.join(model.model_fields)}"
@@ -219,9 +226,9 @@ def _check_stage(
     return complete, list(faults.values())
 
 
-def _is_form(part: int | str) -> bool:
+def is_form(part: int | str) -> bool:
     """Whether a part of an error's place is pydantic's name for one of several allowed types."""
-    return part == "str" or str(part).startswith(("constrained-", "list[", "dict["))
+    return part == "str" or str(part).startswith(("constrained-", "function-", "list[", "dict["))
 
 
 def _fault(field: str, message: str) -> Fault:

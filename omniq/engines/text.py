@@ -191,6 +191,7 @@ class PromptEncoder:
         tools, options = params.get("tools"), params.get("chat_template_kwargs")
         if given == ["messages"]:
             messages = inputs["messages"].value
+            _check_text_only(messages)
         elif tools or options:
             messages = [{"role": "user", "content": text_input(inputs, "prompt")}]
         else:
@@ -310,6 +311,18 @@ def check_messages(messages: Any, field: str = "messages") -> None:
             raise _refused(field, f"message {i} must be an object with a 'role'")
         if not isinstance(message.get("content"), str | list | None):
             raise _refused(field, f"'content' of message {i} must be text or a list of parts")
+
+
+def _check_text_only(messages: Any) -> None:
+    """Refuse what a template would leave out, or write into the prompt as Python shows it."""
+    check_messages(messages)
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if _text_of_part(part) is None:
+                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+                what = f"a part of message {i} is of type {kind!r}"
+                raise _refused("messages", f"{what}; this model takes text")
 
 
 def _refused(name: str, message: str) -> InvalidRequest:

@@ -21,11 +21,13 @@ from omniq.errors import (
     DeadLetterLost,
     DeadLetterNotFound,
     JobUnreadable,
+    PipelineChanged,
     UnknownPipeline,
 )
 from omniq.jobs.model import JobRecord, JobSpec, StageState
 from omniq.jobs.record import read_record
-from omniq.jobs.store import JobStore, posted
+from omniq.jobs.store import JobStore
+from omniq.publish import posted
 from omniq.redis_client import broker_errors
 from omniq.settings import get_settings
 
@@ -240,18 +242,11 @@ def _again(record: JobRecord, row: dict[bytes, bytes]) -> tuple[PipelineConfig, 
     Raises:
         DeadLetterLost: the pipeline is not there any more, or has changed.
     """
-    try:
-        pipeline = get_pipeline(record.spec.pipeline)
-    except UnknownPipeline:
-        pipeline = None
     stages = record.spec.stages
-    if pipeline is not None and set(stages) <= set(pipeline.topological_order()):
-        pipeline = pipeline.only(stages)
-    if pipeline is None or pipeline.topological_order() != stages:
-        raise DeadLetterLost(
-            f"pipeline {record.spec.pipeline} of job {record.id} is not configured here, or has "
-            "other stages than when the job was accepted"
-        )
+    try:
+        pipeline = chain.served(record.spec, get_pipeline(record.spec.pipeline))
+    except (UnknownPipeline, PipelineChanged) as exc:
+        raise DeadLetterLost(exc.message) from exc
     again = {n for n, s in record.stages.items() if s.state is not StageState.SUCCEEDED}
     for stage in reversed(stages):
         if stage in again:

@@ -8,9 +8,13 @@ from enum import StrEnum
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticSerializationError
 
 from omniq.blobs.base import BlobRef
-from omniq.errors import JobUnreadable
+from omniq.errors import InvalidRequest, JobUnreadable
+
+#: Hint where a record cannot be read.
+UPGRADE = "it may be another version's: upgrade this process, or retry the job there"
 
 
 class JobState(StrEnum):
@@ -82,8 +86,15 @@ class JobSpec(BaseModel):
     created: float = Field(description="Unix time.")
 
     def to_json(self) -> bytes:
-        """What is not at its default: workers that know less read requests that ask for no more."""
-        return self.__pydantic_serializer__.to_json(self, exclude_defaults=True)
+        """What is not at its default: workers that know less read requests that ask for no more.
+
+        Raises:
+            InvalidRequest: it holds what JSON cannot say, such as a lone surrogate.
+        """
+        try:
+            return self.__pydantic_serializer__.to_json(self, exclude_defaults=True)
+        except (PydanticSerializationError, UnicodeEncodeError) as exc:
+            raise InvalidRequest(f"the request cannot be written as JSON: {exc}") from exc
 
     @classmethod
     def from_json(cls, text: bytes) -> JobSpec:
@@ -99,7 +110,7 @@ class JobSpec(BaseModel):
             where = ".".join(map(str, first["loc"])) or "it"
             raise JobUnreadable(
                 f"the job's record is not one of this version of omniq: {where}: {first['msg']}",
-                hint="it may be another version's: upgrade this process, or retry the job there",
+                hint=UPGRADE,
             ) from exc
         return spec
 
@@ -242,6 +253,17 @@ class StageGrant:
     state: JobState | None = None
     unreadable: JobUnreadable | None = None
     """Why there is no specification though there is a job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The states of a job and of one of its stages, '' if it has none such; of a later version they
+    may be none of :class:`JobState` and :class:`StageState`.
+    """
+
+    job: str
+    stage: str
+    attempts: int
 
 
 @dataclass(slots=True)

@@ -22,11 +22,11 @@ import orjson
 from omniq import chain, keys
 from omniq.celery import queue_keys
 from omniq.config import PipelineConfig
-from omniq.errors import BrokerUnavailable, JobNotFound, JobUnreadable
+from omniq.errors import BrokerUnavailable, JobNotFound, JobUnreadable, PipelineChanged
 from omniq.jobs.model import JobState
-from omniq.jobs.store import JobStore, posted
+from omniq.jobs.store import JobStore
 from omniq.jobs.workers import WorkerRegistry
-from omniq.publish import STAGE
+from omniq.publish import STAGE, Post, posted
 from omniq.redis_client import broker_errors
 from omniq.settings import get_settings
 
@@ -63,7 +63,8 @@ class Report:
     messages: int = 0
     lost: list[Lost] = field(default_factory=list)
     sent: int = 0
-    """Messages sent again, and runs given up of jobs that were being cancelled."""
+    """Messages sent again, runs given up of jobs that were being cancelled, and jobs given up that
+    cannot be served here."""
 
 
 class Reconciler:
@@ -143,7 +144,7 @@ class Reconciler:
         ]
         if not any(lost.state == "running" for lost in found):
             return [lost for lost in found if not lost.cancelling]
-        alive = {w.id for w in await self._registry.all()}
+        alive = await self._registry.alive()
         # Whoever lives ends its run without a message, too.
         return [
             lost
@@ -190,25 +191,28 @@ class Reconciler:
                 return
 
     async def _send(self, lost: Lost) -> bool:
+        posts: list[Post] = []
+        error, outcome = b"", "gets a new one"
         try:
             record = await self._store.get(lost.job)
+            pipeline = chain.served(record.spec, self._pipeline)
+            posts = [chain.post_again(record.spec, pipeline, lost.stage)]
         except JobNotFound:
             return False
-        except JobUnreadable as exc:  # for a process of its version
-            logger.warning("job %s stage %s lost its message: %s", lost.job, lost.stage, exc)
-            return False
-        post = chain.post_again(record.spec, self._pipeline, lost.stage)
-        seen = [lost.stage, lost.state, lost.fence, lost.since]
+        except (JobUnreadable, PipelineChanged) as exc:  # a process that can may try it again
+            error = orjson.dumps(exc.to_dict())
+            outcome = f"fails: {exc.message}"
         sent = bool(
-            await self._store.run_script("requeue", lost.job, [*seen, *posted([post])], post.queue)
+            await self._store.run_script(
+                "requeue",
+                lost.job,
+                [lost.stage, lost.state, lost.fence, lost.since, error, *posted(posts)],
+                *(p.queue for p in posts),
+            )
         )
         if sent:
-            logger.warning(
-                "job %s stage %s (%s) had no message and gets a new one",
-                lost.job,
-                lost.stage,
-                lost.state,
-            )
+            at = (lost.job, lost.stage, lost.state)
+            logger.warning("job %s stage %s (%s) had no message and %s", *at, outcome)
         return sent
 
 

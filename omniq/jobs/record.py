@@ -7,7 +7,8 @@ from typing import Any
 
 import orjson
 
-from omniq.jobs.model import ArtifactInfo, JobRecord, JobSpec, JobState, StageRecord
+from omniq.errors import JobUnreadable
+from omniq.jobs.model import UPGRADE, ArtifactInfo, JobRecord, JobSpec, JobState, StageRecord
 
 VALUE, ARTIFACT, MISSING = "v:", "a:", "m:"
 #: Fields of a stage that clients see; those in the second set are JSON.
@@ -31,8 +32,44 @@ def _place(name: bytes) -> tuple[str, str]:
 
 
 def read_record(fields: dict[bytes, bytes]) -> JobRecord:
-    """The record that a job's hash holds."""
-    spec = JobSpec.from_json(fields[b"spec"])
+    """The record that a job's hash holds.
+
+    Raises:
+        JobUnreadable: another version of omniq has written what this one cannot read.
+    """
+    return _read(JobSpec.from_json(fields[b"spec"]), fields)
+
+
+def read_outline(job_id: str, fields: dict[bytes, bytes]) -> JobRecord:
+    """What every version writes alike of a job: its states and times. What it was asked for, and
+    what it has made, are empty.
+
+    Raises:
+        JobUnreadable: as :func:`read_record`, of a state that this version does not know.
+    """
+    spec = JobSpec.model_construct(
+        id=job_id,
+        pipeline=fields[b"pipeline"].decode(),
+        inputs={},
+        parameters={},
+        stages=orjson.loads(fields[b"order"]),
+        tenant=fields.get(b"tenant", b"").decode(),
+        created=float(fields[b"created"]),
+    )
+    made = {VALUE.encode(), ARTIFACT.encode(), MISSING.encode()}
+    return _read(spec, {name: text for name, text in fields.items() if name[:2] not in made})
+
+
+def _read(spec: JobSpec, fields: dict[bytes, bytes]) -> JobRecord:
+    try:
+        return _filled(spec, fields)
+    except ValueError as exc:  # also pydantic's and orjson's
+        raise JobUnreadable(
+            f"the job's record is not one of this version of omniq: {exc}", hint=UPGRADE
+        ) from exc
+
+
+def _filled(spec: JobSpec, fields: dict[bytes, bytes]) -> JobRecord:
     stages: dict[str, dict[str, Any]] = {stage: {} for stage in spec.stages}
     values, artifacts, missing = {}, {}, {}
     for name, value in fields.items():

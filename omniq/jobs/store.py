@@ -1,25 +1,24 @@
 """The job store: every change of a job is one of these calls, each one atomic in Redis.
 
-The record, not Celery's result, is the truth about a job. A stage run is fenced: ``begin_stage``
-hands out a growing number, and only the holder of the newest one may write, so that a run whose
-task was delivered again elsewhere cannot double or overwrite anything.
+The record, not Celery's result, is the truth about a job. Here jobs are accepted, read, cancelled
+and watched; what workers say of their runs of stages is in :mod:`omniq.jobs.stage_runs`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
 import math
 import re
 from collections.abc import AsyncGenerator, Collection, Iterable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
-
-import orjson
 
 from omniq import keys
 from omniq.errors import (
     ArtifactNotFound,
+    BrokerUnavailable,
     IdempotencyConflict,
     InvalidRequest,
     JobGone,
@@ -31,35 +30,31 @@ from omniq.jobs.clock import ServerClock
 from omniq.jobs.input_files import InputFiles
 from omniq.jobs.model import (
     ArtifactInfo,
-    Finished,
     JobEvent,
     JobRecord,
     JobSpec,
     JobState,
-    StageGrant,
     StageRecord,
-    StageResult,
-    Verdict,
+    Standing,
 )
-from omniq.jobs.record import read_record
+from omniq.jobs.record import read_outline, read_record
 from omniq.jobs.scripts import JobScripts
+from omniq.jobs.stage_runs import StageRuns, dumps
 from omniq.jobs.watch import SILENCE, Watching, not_found
-from omniq.publish import Post, event_channel
+from omniq.publish import Post, posted
 from omniq.redis_client import Client, broker_errors, connect
 from omniq.settings import get_settings
 
 logger = logging.getLogger(__name__)
 
 PAGE = 200
+LATE = 0.05
+"""Seconds behind a deadline: this host knows the server's clock to some milliseconds."""
 #: Where a page of jobs begins: when the last one before it was created, and its id.
 CURSOR = re.compile(r"^[0-9]{1,15}(\.[0-9]{1,20})?~[a-z0-9-]{1,64}$")
 
 
-def _dumps(value: Any) -> bytes:
-    return orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS)
-
-
-class JobStore:
+class JobStore(StageRuns):
     """Async access to jobs; one instance per event loop, safe for many tasks at once.
 
     All methods raise :class:`~omniq.errors.BrokerUnavailable` when Redis cannot be used.
@@ -136,16 +131,16 @@ class JobStore:
                 spec.id,
                 [
                     spec.to_json(),
-                    _dumps(spec.stages),
-                    _dumps(upstream),
+                    dumps(spec.stages),
+                    dumps(upstream),
                     spec.id,
                     repr(spec.created),
                     int(get_settings().job_ttl * 1000),
                     "" if spec.deadline is None else repr(spec.deadline),
                     channel,
-                    _dumps([ref.model_dump_json() for ref in spec.files.values()]),
+                    dumps([ref.model_dump_json() for ref in spec.files.values()]),
                     admission.ask(spec, self.share, again=again, hook=hook, room_for=room_for),
-                    _dumps(spec.partial) if spec.partial else "",
+                    dumps(spec.partial) if spec.partial else "",
                     *posted(posts),
                 ],
                 keys.jobs_index(),
@@ -236,6 +231,16 @@ class JobStore:
         """End a job whose deadline has passed while nothing of it runs."""
         return bool(await self._run("expire", job_id, []))
 
+    async def standing(self, job_id: str, stage: str) -> Standing | None:
+        """Where a job and one of its stages are, whatever version has recorded them; None: there is
+        no such job.
+        """
+        fields = ("state", f"{stage}|state", f"{stage}|attempts")
+        with broker_errors():
+            found = await self.redis.execute_command("HMGET", keys.job(job_id), *fields)
+        job, its, attempts = (b"" if value is None else value for value in found)
+        return Standing(job.decode(), its.decode(), int(attempts or 0)) if job else None
+
     async def list(
         self,
         *,
@@ -302,168 +307,34 @@ class JobStore:
                 pipe.pexpire(graves, math.ceil(kept * 1000))
                 await pipe.execute()
 
-    # -- running a stage ---------------------------------------------------------------------
-
-    async def begin_stage(
-        self,
-        job_id: str,
-        stage: str,
-        worker: str,
-        *,
-        redelivered: bool,
-        max_deliveries: int = 10,
-    ) -> StageGrant:
-        """What a worker that received the task of (job, stage) must do with it."""
-        arguments = [stage, worker, int(redelivered), max_deliveries]
-        return read_grant(await self._run("begin_stage", job_id, arguments))
-
-    async def progress(self, job_id: str, stage: str, fence: int, step: int, total: int) -> bool:
-        """Note that ``step`` of ``total`` units are done.
-
-        False: this run is no longer wanted (cancelled, or another run took over).
-        """
-        data = _dumps({"step": step, "total": total})
-        return bool(
-            await self._run("progress", job_id, [stage, fence, "stage.progress", data, step, total])
-        )
-
-    async def delta(self, job_id: str, stage: str, fence: int, output: str, value: Any) -> bool:
-        """Pass a piece of an output on to whoever watches the job. False as in :meth:`progress`."""
-        data = _dumps({"output": output, "value": value})
-        return bool(
-            await self._run("progress", job_id, [stage, fence, "stage.delta", data, "", ""])
-        )
-
-    async def preview(self, job_id: str, stage: str, fence: int, value: dict[str, Any]) -> bool:
-        """Pass a look at an unfinished picture on to whoever watches the job. False as in
-        :meth:`progress`.
-        """
-        arguments = [stage, fence, "stage.preview", _dumps(value), "", ""]
-        return bool(await self._run("progress", job_id, arguments))
-
-    async def finish_stage(
-        self,
-        job_id: str,
-        stage: str,
-        fence: int,
-        result: StageResult,
-        posts: Sequence[Post] = (),
-        *,
-        host: str = "",
-        freed: Sequence[str] = (),
-        tag: str = "",
-        place: tuple[str, str] = ("", ""),
-    ) -> Finished:
-        """Write a run's outputs once and send what follows; ends the job with its last stage.
-
-        Blobs that no stage will read any more are freed, those in shared memory by way of their
-        host's garbage list.
-
-        Args:
-            posts: messages to the stages behind. Those whose inputs are all there are sent: a join
-                by the last stage that feeds it.
-            host: of the caller, who may free shared memory there without waiting for others.
-            freed: what it has freed since it last said so (:attr:`Finished.garbage`).
-            tag: delivery tag of the run's message, if nothing is left to do for it but this: it is
-                acknowledged in the same step.
-            place: where the caller waits for messages and its name there, to be known by this step
-                to have room for one more.
-
-        The answer is false if it is refused (another run took over, or the job has ended or is
-        being cancelled); the caller frees the blobs it wrote.
-        """
-        artifacts = {
-            n: (_dumps({**a.model_dump(mode="json"), "key": a.key})).decode()
-            for n, a in result.artifacts.items()
-        }
-        done, known, *garbage = await self._run(
-            "finish_stage",
-            job_id,
-            [
-                stage,
-                fence,
-                _dumps(result.outputs),
-                _dumps(result.metrics),
-                _dumps([ref.to_json().decode() for ref in result.blobs]),
-                _dumps({n: _dumps(v).decode() for n, v in result.values.items()}),
-                _dumps(artifacts),
-                host,
-                _dumps(freed),
-                tag,
-                *place,
-                *posted(posts),
-            ],
-            *(p.queue for p in posts),
-        )
-        return Finished(bool(done), [ref.decode() for ref in garbage], bool(known))
-
-    async def retry_stage(
-        self, job_id: str, stage: str, fence: int, error: dict[str, Any], delay: float
-    ) -> bool:
-        """The run failed and will be tried again in ``delay`` seconds. False: it must not be."""
-        return await self._end_run(job_id, stage, fence, "retry", error=error, delay=delay)
-
-    async def release_stage(self, job_id: str, stage: str, fence: int) -> bool:
-        """A worker that stops gives the run back unharmed; it counts as no attempt."""
-        return await self._end_run(job_id, stage, fence, "release")
-
-    async def fail_stage(
-        self, job_id: str, stage: str, fence: int, error: dict[str, Any], traceback: str = ""
-    ) -> bool:
-        """The run failed for good, and the job with it; but if the client takes that
-        (:attr:`JobSpec.partial`), only outputs that need the stage. False: refused.
-
-        Args:
-            traceback: of a failure that is not the request's own fault: the job is kept as a dead
-                letter (:mod:`omniq.jobs.dead`).
-        """
-        return await self._end_run(job_id, stage, fence, "fail", error=error, traceback=traceback)
-
-    async def expire_stage(
-        self, job_id: str, stage: str, fence: int, error: dict[str, Any]
-    ) -> bool:
-        """The deadline passed while the run went on, which has stopped. False: refused."""
-        return await self._end_run(job_id, stage, fence, "expire", error=error)
-
-    async def stop_stage(self, job_id: str, stage: str, fence: int) -> bool:
-        """A cancelled run has really stopped; the job ends as cancelled with the last of them.
-
-        A run that was revoked by itself takes its job along: whatever else of it runs is told to
-        stop.
-        """
-        return await self._end_run(job_id, stage, fence, "stop")
-
-    async def _end_run(
-        self,
-        job_id: str,
-        stage: str,
-        fence: int,
-        how: str,
-        *,
-        error: dict[str, Any] | None = None,
-        delay: float = 0.0,
-        traceback: str = "",
-    ) -> bool:
-        body = _dumps(error) if error is not None else ""
-        arguments = [stage, fence, how, body, repr(delay), job_id, traceback]
-        return bool(await self._run("end_run", job_id, arguments, keys.cancel_channel()))
+    # -- ending and results ------------------------------------------------------------------
 
     async def cancel(self, job_id: str) -> JobRecord:
         """Ask a job to stop: at once if nothing runs, else ``cancelling`` until it has stopped.
 
-        A job that has ended is returned as it is.
+        A job that has ended is returned as it is; of one that another version of omniq has
+        recorded, and this one cannot read, states and times.
 
         Raises:
             JobNotFound: unknown job.
         """
         if self.share.tenant:
-            await self.get(job_id)
+            await self._outline(job_id)
         state = await self._run("cancel", job_id, [job_id], keys.cancel_channel())
         if not state:
             raise await self._absent(job_id)
-        return await self.get(job_id)
+        try:
+            return await self.get(job_id)
+        except JobUnreadable:
+            return await self._outline(job_id)
 
-    # -- results -----------------------------------------------------------------------------
+    async def _outline(self, job_id: str) -> JobRecord:
+        """What every version can read of a job; raises as :meth:`get`."""
+        with broker_errors():
+            raw = await self.redis.hgetall(keys.job(job_id))
+        if not raw:
+            raise await self._absent(job_id)
+        return self._own(read_outline(job_id, raw))
 
     async def put_artifact(self, job_id: str, name: str, fence: int, data: bytes) -> str:
         """Store one result file for the time of retention; returns its key.
@@ -487,6 +358,15 @@ class JobStore:
                 pipe.set(key, data, px=int(ttl * 1000))
                 await pipe.execute()
         return key
+
+    async def drop_artifacts(self, job_id: str, names: Sequence[str]) -> None:
+        """Delete result files by their keys, which no record names."""
+        if names:
+            with broker_errors():
+                async with self.redis.pipeline(transaction=False) as pipe:
+                    pipe.unlink(*names)
+                    pipe.srem(keys.job_files(job_id), *names)
+                    await pipe.execute()
 
     async def get_artifact(self, job_id: str, name: str) -> tuple[bytes, ArtifactInfo]:
         """Bytes and description of one result file.
@@ -520,8 +400,8 @@ class JobStore:
     ) -> AsyncGenerator[JobEvent | None]:
         """Events behind stream id ``after``, then live ones, up to the final event.
 
-        Yields None after every ``block`` seconds of silence, so that a server can write heartbeats;
-        and then a job that nobody has begun before its deadline expires.
+        Yields None after every ``block`` seconds of silence, so that a server can write heartbeats.
+        A job that nobody has begun before its deadline expires then, as it is watched.
         All watchers of a store share one connection (:mod:`omniq.jobs.watch`). When the broker
         goes, they end with :class:`~omniq.errors.BrokerUnavailable` and may go on from their last
         id once it is back.
@@ -532,11 +412,26 @@ class JobStore:
         """
         if self.share.tenant:
             await self.get(job_id)
-        async with aclosing(self._watching.events(job_id, after, block=block)) as events:
-            async for event in events:
-                yield event
-                if event is None:
-                    await self._expire(job_id)
+        with broker_errors():
+            deadline = await self.redis.hget(keys.job(job_id), "deadline")
+        expiry = None
+        if deadline is not None:
+            expiry = asyncio.create_task(self._expire_at(job_id, float(deadline)))
+        try:
+            async with aclosing(self._watching.events(job_id, after, block=block)) as events:
+                async for event in events:
+                    yield event
+                    if event is None:
+                        await self._expire(job_id)
+        finally:
+            if expiry is not None:
+                expiry.cancel()
+
+    async def _expire_at(self, job_id: str, deadline: float) -> None:
+        """Look at the job when its deadline has passed; whoever else looks later finds it ended."""
+        with suppress(BrokerUnavailable):
+            await asyncio.sleep(max(0.0, await self._left(deadline)) + LATE)
+            await self._expire(job_id)
 
     async def wait(self, job_id: str, timeout: float | None = None) -> JobRecord:
         """The record once the job has ended, or as it is after ``timeout`` seconds.
@@ -568,36 +463,6 @@ def _conflict() -> IdempotencyConflict:
         "this idempotency key was used for a request that asked for something else",
         hint="use a new key for every new request",
     )
-
-
-def read_grant(answer: Sequence[Any]) -> StageGrant:
-    """What ``begin`` of ``_run.lua`` answered, its numbers as such or as digits."""
-    verdict, fence, attempt, spec, payload, state = answer
-    found = Verdict(verdict.decode())
-    body = orjson.loads(payload)
-    known, unreadable = None, None
-    if spec:
-        try:
-            known = JobSpec.from_json(spec)
-        except JobUnreadable as exc:
-            unreadable = exc
-    return StageGrant(
-        verdict=found,
-        fence=int(fence),
-        attempt=int(attempt),
-        spec=known,
-        unreadable=unreadable,
-        upstream=body if found is Verdict.RUN else {},
-        outputs=body if found is Verdict.DONE else {},
-        state=JobState(state.decode()) if state else None,
-    )
-
-
-def posted(posts: Sequence[Post]) -> list[Any]:
-    """Arguments of a script that sends ``posts``; their queues are its last keys."""
-    if not posts:
-        return [0, ""]
-    return [len(posts), event_channel(), *(x for p in posts for x in p.arguments)]
 
 
 def _place(cursor: str | None) -> tuple[float, str] | None:

@@ -24,6 +24,7 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from omniq.errors import InvalidRequest
 from omniq.jobs.scripts import JobScripts
 from omniq.net_guard import MAX_URL, checked_url
 from omniq.redis_client import Client
@@ -53,6 +54,27 @@ class Webhook(BaseModel):
         if value is not None and len(secret_bytes(value)) not in SECRET_BYTES:
             raise ValueError("must be 'whsec_' and 24 to 64 bytes in base64")
         return value
+
+    @classmethod
+    def of(cls, given: Any) -> Webhook:
+        """The webhook that an object of JSON says.
+
+        Raises:
+            InvalidRequest: naming every faulty field.
+        """
+        try:
+            return cls.model_validate(given)
+        except ValidationError as exc:
+            found = exc.errors(include_url=False, include_input=False)
+            faults = [
+                {
+                    "field": ".".join(map(str, ("webhook", *e["loc"]))),
+                    "message": e["msg"].removeprefix("Value error, "),
+                }
+                for e in found
+            ]
+            first = faults[0]
+            raise InvalidRequest(f"{first['field']}: {first['message']}", fields=faults) from exc
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from enum import StrEnum
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
 from omniq import keys
 from omniq.blobs.choice import BlobUse
@@ -13,6 +14,8 @@ from omniq.jobs.clock import ServerClock
 from omniq.jobs.scripts import JobScripts
 from omniq.redis_client import Client, broker_errors
 from omniq.settings import get_settings
+
+logger = logging.getLogger(__name__)
 
 MISSED_BEATS = 5
 
@@ -55,6 +58,7 @@ class WorkerRegistry:
         self.redis = redis
         self._clock = ServerClock(redis)
         self._run = JobScripts(redis).run
+        self._strange = False
 
     async def beat(self, info: WorkerInfo) -> None:
         """Write one worker's status; without renewal it expires after five heartbeats.
@@ -87,7 +91,30 @@ class WorkerRegistry:
                 await pipe.execute()
 
     async def all(self, pipeline: str | None = None) -> list[WorkerInfo]:
-        """Workers that are alive, in the order of their ids."""
+        """Workers that are alive, in the order of their ids; without those of another version of
+        omniq that say what this one cannot read.
+        """
+        workers = []
+        for worker_id, status in (await self._statuses()).items():
+            try:
+                worker = WorkerInfo.model_validate_json(status)
+            except ValidationError as exc:  # no reason not to hear the others; the log is told once
+                if not self._strange:
+                    logger.warning(
+                        "worker %s, of another version of omniq, is left out: %s", worker_id, exc
+                    )
+                self._strange = True
+                continue
+            if pipeline is None or worker.pipeline == pipeline:
+                workers.append(worker)
+        return sorted(workers, key=lambda w: w.id)
+
+    async def alive(self) -> set[str]:
+        """Ids of all workers that are alive, of whichever version."""
+        return set(await self._statuses())
+
+    async def _statuses(self) -> dict[str, bytes]:
+        """What each worker that is alive says of itself, by id."""
         # By one clock for all: those of the workers' hosts may differ.
         old = await self._clock.now() - 10 * MISSED_BEATS * get_settings().heartbeat
         with broker_errors():
@@ -95,11 +122,7 @@ class WorkerRegistry:
             # redis-py's own methods look up their signatures at every call; stages ask each second.
             ids = await self.redis.execute_command("ZRANGE", keys.workers_index(), 0, -1)
             if not ids:
-                return []
-            found = [keys.worker(i.decode()) for i in ids]
-            raw = await self.redis.execute_command("MGET", *found)
-        workers = [WorkerInfo.model_validate_json(r) for r in raw if r is not None]
-        return sorted(
-            (w for w in workers if pipeline is None or w.pipeline == pipeline),
-            key=lambda w: w.id,
-        )
+                return {}
+            names = [i.decode() for i in ids]
+            raw = await self.redis.execute_command("MGET", *map(keys.worker, names))
+        return {n: status for n, status in zip(names, raw, strict=True) if status is not None}

@@ -317,7 +317,7 @@ class Wan(DiffusionFamily):
     """Wan 2.1 and 2.2: UMT5 encodes, one or two transformers denoise, a video comes out."""
 
     name = "Wan"
-    description = "text to video; the 5B model of 2.2 also from a first frame"
+    description = "text to video"
     classes: ClassVar[tuple[str, ...]] = ("WanPipeline",)
     makes = "video"
     defaults: ClassVar[Mapping[str, Any]] = {

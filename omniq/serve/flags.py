@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import yaml
-
+from omniq.config.loader import read_yaml
 from omniq.engines.registry import vllm_installed
 from omniq.engines.text import is_template
 from omniq.engines.vllm import contract
@@ -152,6 +151,8 @@ def parse(args: Sequence[str]) -> ServeFlags:
     parsers.serve.add_argument("--encoder", choices=ENCODERS, help="Engine that encodes prompts.")
     parsers.serve.add_argument("--gpus", type=int, help="GPUs to spread the stages over.")
     parsers.serve.add_argument("--stage-overrides", help="YAML file, or the mapping itself.")
+    if isinstance(parsers.top, _OwnParser):  # which is the one that meets unknown flags
+        parsers.top.usage = parsers.serve.format_usage().removeprefix("usage: ").rstrip()
     given = _given(parsers, args)
     model = given.get("model_tag") or given.get("model")
     if not model:
@@ -161,6 +162,8 @@ def parse(args: Sequence[str]) -> ServeFlags:
     port = given.get("port")
     if port is not None and port not in KNOWN_PORTS:
         raise ConfigError(f"--port: must be 1 to 65535; got {port}")
+    if any(not key or key != key.strip() for key in given.get("api_key") or ()):
+        raise ConfigError("--api-key: must not be empty, and have no spaces around it")
     if given.get("gpus", 0) < 0:
         raise ConfigError(f"--gpus: must be 0 or more; got {given['gpus']}")
     accepted = (STAGE_OPTIONS, API_OPTIONS, WITHOUT_EFFECT, OURS, OMNIQS, PARSERS_OWN, IMPLIED)
@@ -267,7 +270,7 @@ def _given(parsers: _Parsers, args: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"omniq serve: {exc}") from exc
     given = {n: v for n, v in found.items() if n != "subparser"}
     return {
-        name: _as_written(raw[name]) if name in raw and not _plain(value) else value
+        name: read_yaml(raw[name], _flag(name)) if name in raw and not _plain(value) else value
         for name, value in given.items()
     }
 
@@ -282,10 +285,6 @@ def _noting(dest: str, convert: Any, raw: dict[str, Any]) -> Callable[[str], Any
     # argparse names the type in its errors.
     noting.__name__ = getattr(convert, "__name__", repr(convert))
     return noting
-
-
-def _as_written(text: str) -> Any:
-    return yaml.safe_load(text)
 
 
 def _json(name: str, value: Any) -> Any:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from omniq.config import PipelineConfig, available_pipelines
-from omniq.serve.command import pipeline_yaml
 from omniq.serve.flags import ServeFlags
+from omniq.serve.pipeline_file import pipeline_yaml
 from omniq.serve.target import numbered, resolve_model
 from omniq.settings import get_settings
 

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from omniq.config import OmniStageConfig, PipelineConfig
-from omniq.config.loader import SUFFIXES
+from omniq.config.loader import SUFFIXES, read_yaml
 from omniq.errors import ConfigError
 
 FLAG = "--stage-overrides"
@@ -30,10 +29,7 @@ def read_overrides(given: str) -> dict[str, dict[str, Any]]:
             text = Path(given).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as exc:
             raise ConfigError(f"{FLAG}: {given} cannot be read: {exc}") from exc
-    try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError as exc:
-        raise ConfigError(f"{FLAG}: not valid YAML: {exc}") from exc
+    found = read_yaml(text, FLAG)
     if not (isinstance(found, dict) and all(isinstance(v, dict) for v in found.values())):
         raise ConfigError(
             f"{FLAG}: must be a mapping of stage ids to fields of the stage, "

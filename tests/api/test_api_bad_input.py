@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -270,16 +271,59 @@ async def test_a_wrong_method_is_a_405_problem_that_says_what_is_allowed(
 @pytest.mark.parametrize(
     ("path", "allowed"),
     [
-        ("/v1/jobs", "GET, POST"),
-        ("/v1/dlq/x", "DELETE, GET"),
-        ("/v1/dlq/x/retry", "POST"),
-        ("/v1/models/a/b", "GET"),
+        ("/v1/jobs", "GET, HEAD, POST"),
+        ("/health", "GET, HEAD"),
+        ("/v1/jobs/x/cancel", "POST"),
+        ("/v1/dlq/x", "DELETE, GET, HEAD"),
+        ("/v1/models/a/b", "GET, HEAD"),
     ],
 )
-async def test_what_is_allowed_is_all_that_is(
+async def test_all_methods_of_a_path_are_named(
     client: httpx.AsyncClient, path: str, allowed: str
 ) -> None:
     """Also where a path has several routes."""
-    response = await client.put(path)
+    response = await client.request("QUERY", path)
     assert (response.status_code, response.headers["allow"]) == (405, allowed)
     assert problem(response).detail.endswith(f"allowed: {allowed}")
+
+
+@pytest.mark.parametrize("path", ["/health", "/docs", "/v1/jobs", "/v1/jobs/x", "/v1/nothing"])
+async def test_head_is_get_without_the_body(client: httpx.AsyncClient, path: str) -> None:
+    whole, head = await client.get(path), await client.head(path)
+    assert head.content == b""
+    assert head.status_code == whole.status_code
+    assert head.headers == whole.headers
+
+
+async def test_head_of_a_stream_ends_at_once(client: httpx.AsyncClient) -> None:
+    job_id = (await client.post("/v1/jobs", json=BODY)).json()["id"]
+    head = await client.head(f"/v1/jobs/{job_id}/events")
+    assert head.headers["content-type"].startswith("text/event-stream")
+
+
+async def test_a_compressed_body_is_415(client: httpx.AsyncClient) -> None:
+    packed = {**JSON, "content-encoding": "gzip"}
+    for path in ("/v1/jobs", "/v1/chat/completions"):
+        response = await client.post(path, content=gzip.compress(b"{}"), headers=packed)
+        found = problem(response)
+        assert (found.status, found.code) == (415, "unsupported_content_encoding")
+        assert response.headers["accept-encoding"] == "identity"
+
+
+@pytest.mark.usefixtures("broker", "small_bodies")
+@pytest.mark.parametrize(
+    ("method", "path", "code"),
+    [
+        ("POST", "/v1/responses", "not_found"),
+        ("DELETE", "/v1/models/x", "method_not_allowed"),
+        ("POST", "/v1/chat/completions", "body_too_large"),
+    ],
+)
+async def test_openais_clients_understand_what_no_route_answers(
+    client: httpx.AsyncClient, method: str, path: str, code: str
+) -> None:
+    content = b" " * 1001 if code == "body_too_large" else b""
+    response = await client.request(method, path, content=content, headers=JSON)
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", code)
+    assert error["message"] == problem(response).detail

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx
 import pytest
 from api_support import BODY, PROMPT, begin, play, problem
 from redis import Redis
 
+from omniq import keys
 from omniq.celery import queue_keys
 from omniq.jobs.model import JobState
 from omniq.jobs.store import JobStore
@@ -137,6 +140,18 @@ async def test_cancelling_a_finished_job_changes_nothing(
     await play(store, job_id)
     response = await client.post(f"/v1/jobs/{job_id}/cancel")
     assert (response.status_code, response.json()["state"]) == (200, "succeeded")
+
+
+async def test_a_job_that_another_version_has_recorded_is_cancelled(
+    client: httpx.AsyncClient, redis_client: Redis
+) -> None:
+    """What this one cannot read of it is left out."""
+    job_id = await submit(client)
+    redis_client.hset(keys.job(job_id), "spec", json.dumps({"id": job_id, "future": 1}))
+    response = await client.post(f"/v1/jobs/{job_id}/cancel")
+    job = response.json()
+    assert (response.status_code, job["id"], job["state"]) == (200, job_id, "cancelled")
+    assert (job["pipeline"], set(job["stages"])) == ("tiny-omni", {"ar", "dit", "decode"})
 
 
 async def test_jobs_are_listed_newest_first_and_filtered(

@@ -19,8 +19,8 @@ from omniq.config import available_pipelines
 from omniq.jobs.admission import Share
 from omniq.jobs.model import JobState, StageResult
 from omniq.jobs.store import JobStore
-from omniq.serve.command import pipeline_yaml
 from omniq.serve.flags import ServeFlags
+from omniq.serve.pipeline_file import pipeline_yaml
 from omniq.serve.target import resolve_model
 from omniq.settings import get_settings
 from omniq.tenants import TenantKeys
@@ -375,3 +375,27 @@ async def test_pipelines_of_several_stages_are_no_language_models(
     found = [m["id"] for m in (await client.get("/v1/models")).json()["data"]]
     assert found == ["lm", "embedder"]
     assert (await client.post("/v1/completions", json=body)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "param", "message"),
+    [
+        ("completions", {"prompt": ["a"] * 257}, "prompt", "at most 256 items"),
+        ("completions", {"prompt": 5}, "prompt", "valid string"),
+        ("completions", {"prompt": "a", "stop": ["a", 5]}, "stop", "valid string"),
+        ("completions", {"prompt": "a", "temperature": 3}, "temperature", "less than or equal"),
+        ("chat/completions", {**BODY, "metadata": {"a": "x" * 513}}, "metadata.a", "at most 512"),
+        ("chat/completions", {**BODY, "metadata": {"k" * 65: "x"}}, None, "at most 64"),
+        ("chat/completions", {**BODY, "unheard_of": 1}, "unheard_of", "unknown field"),
+        ("images/generations", {"prompt": "a", "size": "6\uff14x64"}, "size", "match pattern"),
+    ],
+)
+async def test_errors_name_the_clients_own_field(
+    client: httpx.AsyncClient, path: str, sent: dict[str, Any], param: str | None, message: str
+) -> None:
+    response = await client.post(f"/v1/{path}", json={"model": "lm", **sent})
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_request")
+    assert message in error["message"]
+    assert param is None or error["param"] == param

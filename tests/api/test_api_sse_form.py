@@ -10,14 +10,14 @@ from api_support import parse_sse
 from omniq_api.sse import check_event_id, encode, stream
 
 from omniq.config import get_pipeline
+from omniq.job_request import checked_request
 from omniq.jobs.model import JobEvent
 from omniq.jobs.store import JobStore
-from omniq.submit import make_spec
 
 
 async def queued_job(store: JobStore) -> str:
     pipeline = get_pipeline("tiny-omni")
-    spec = make_spec(pipeline, {"prompt": "x"}, {}, priority=5, timeout=None, metadata={})
+    spec = checked_request(pipeline, {"prompt": "x"}, {}).job(await store.clock.now())
     await store.create(spec, {s: pipeline.upstream(s) for s in spec.stages})
     return spec.id
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import time
@@ -19,6 +20,7 @@ from omniq_api.schemas import JobRequest
 from redis.asyncio import Redis
 
 import omniq
+from omniq import keys
 from omniq.blobs.choice import BlobUse
 from omniq.config import PipelineConfig
 from omniq.jobs.workers import WorkerInfo, WorkerRegistry, WorkerState
@@ -36,6 +38,22 @@ def worker(stage: str, state: WorkerState = WorkerState.READY, **more: Any) -> W
 async def test_health_needs_nothing(client: httpx.AsyncClient) -> None:
     response = await client.get("/health")
     assert response.json() == {"status": "ok", "version": omniq.__version__}
+
+
+async def test_a_worker_of_another_version_hides_no_others(
+    client: httpx.AsyncClient, aredis: Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = WorkerRegistry(aredis)
+    for stage in STAGES:
+        await registry.beat(worker(stage))
+    newer = worker("dit", id="w-newer").model_dump(mode="json")
+    await registry.beat(worker("dit", id="w-newer"))
+    await aredis.set(keys.worker("w-newer"), json.dumps({**newer, "state": "dreaming"}))
+    for _ in range(2):
+        assert (await client.get("/ready")).status_code == 200
+    listed = (await client.get("/v1/workers")).json()["workers"]
+    assert sorted(w["id"] for w in listed) == ["w-ar", "w-decode", "w-dit"]
+    assert "of another version of omniq is left out" in caplog.text
 
 
 async def test_ready_is_503_until_every_stage_has_a_ready_worker(

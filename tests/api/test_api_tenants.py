@@ -309,3 +309,19 @@ def test_the_operator_makes_lists_and_revokes_keys(broker: object, redis_client:
     assert run("revoke", entry["id"]).exit_code == 0
     assert run("revoke", entry["id"]).exit_code == 2
     assert redis_client.hlen(keys.api_keys()) == 0
+
+
+async def test_a_key_of_another_version_stops_neither_others_nor_lists(
+    as_: Client, store: JobStore
+) -> None:
+    text, entry = await TenantKeys(store.redis).create(Share(tenant="ada"))
+    other, _ = await TenantKeys(store.redis).create(Share(tenant="bob"))
+    newer = {**entry.model_dump(mode="json"), "share": {"tenant": "ada", "unheard_of": 1}}
+    await store.redis.hset(keys.api_keys(), entry.id, json.dumps(newer))
+    response = await as_(text).get("/v1/jobs")
+    assert (problem(response).status, problem(response).code) == (503, "not_ready")
+    assert response.headers["retry-after"]
+    assert (await as_(other).get("/v1/jobs")).status_code == 200
+    listed = await asyncio.to_thread(CliRunner().invoke, cli, ["keys", "list"])
+    assert listed.exit_code == 0, listed.output
+    assert "bob" in listed.output and "ada" not in listed.output

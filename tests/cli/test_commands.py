@@ -7,18 +7,26 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from support import free_port
 
 from omniq import __version__
-from omniq.cli.main import COMMANDS
+from omniq.cli.main import COMMANDS, cli
 from omniq.config import get_pipeline
 from omniq.runtime.processes import procfile
-from omniq.settings import Settings
+from omniq.settings import Settings, get_settings
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _own_settings() -> Iterator[None]:
+    yield
+    get_settings.cache_clear()
 
 
 def omniq(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -91,6 +99,76 @@ def test_wrong_setting_is_one_clear_message() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_list_that_is_no_json_is_said_so() -> None:
+    done = omniq("config", OMNIQ_API_KEYS="secret")
+    assert done.returncode == 2
+    assert done.stderr.startswith("omniq: OMNIQ_API_KEYS: must be JSON: Expecting value")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("OMNIQ_BROKER_URL", "redis://:hunter2@[", "Invalid IPv6 URL"),
+        ("OMNIQ_BROKER_URL", "redis://:hunter2@h:99999/0", "Port out of range"),
+        ("OMNIQ_BROKER_URL", "redis://:hunter2@h/first", "number of a database, not 'first'"),
+        ("OMNIQ_BROKER_URL", "http://:hunter2@h", "must start with one of redis://"),
+        ("OMNIQ_BLOB_REDIS_URL", "redis://:hunter2@", "must name a host"),
+        ("OMNIQ_MESSAGE_KEYS", '["hunter2"]', "at least 16 characters"),
+        ("OMNIQ_API_KEYS", '["hunter2", ""]', "must be keys that are not empty"),
+        ("OMNIQ_API_KEYS", '[" hunter2"]', "must be keys that are not empty"),
+    ],
+)
+def test_a_wrong_secret_is_named_and_not_repeated(
+    name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    get_settings.cache_clear()
+    done = CliRunner().invoke(cli, ["config"])
+    assert done.exit_code == 2
+    assert name in done.output and message in done.output
+    assert "hunter2" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["jobs", "show", "\udcff"], "must be valid Unicode"),
+        (["dlq", "drop", "a", "\udcff"], "must be valid Unicode"),
+        (["keys", "revoke", "\udcff"], "must be valid Unicode"),
+        (["generate", "x", "--param", "seed=2001-99-99"], "--param seed: not valid YAML"),
+        (["generate", "x", "--param", "seed=" + "[" * 3000], "--param seed: not valid YAML"),
+        (["generate", "x", "-o", "x.psd"], ".psd files can be read only"),
+        (["wait-ready", "--timeout", "nan"], "is not a number of seconds"),
+        (["wait-ready", "--timeout", "-1"], "is not in the range"),
+        (["reconcile", "--grace", "inf"], "is not a number of seconds"),
+        (["serve", "tiny-omni", "--stage-overrides", "{a: 2001-99-99}"], "not valid YAML: month"),
+        (["serve", "tiny-omni", "--api-key", ""], "--api-key: must not be empty"),
+    ],
+)
+def test_bad_values_of_commands_are_named(args: list[str], message: str) -> None:
+    get_settings.cache_clear()
+    done = CliRunner().invoke(cli, args)
+    assert done.exit_code == 2, done.output
+    assert message in done.output
+
+
+def test_doctor_goes_on_behind_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMNIQ_DEFAULT_PIPELINE", "nope")
+    get_settings.cache_clear()
+    done = CliRunner().invoke(cli, ["doctor"])
+    assert done.exit_code == 1
+    assert " BAD  no pipeline 'nope'" in done.output
+    assert "vllm serve MODEL --omni" in done.output.partition("no pipeline")[2]
+
+
+def test_a_variable_that_is_no_setting_is_said_with_what_was_meant() -> None:
+    done = omniq("pipelines", OMNIQ_API_KEY="secret", OMNIQ_ZZZZZZZ="1")
+    assert done.returncode == 0
+    assert "omniq: OMNIQ_API_KEY is no setting; did you mean OMNIQ_API_KEYS?" in done.stderr
+    assert "omniq: OMNIQ_ZZZZZZZ is no setting\n" in done.stderr
+    assert "OMNIQ_API_KEY is" not in omniq("--parent", "0", "pipelines", OMNIQ_API_KEY="x").stderr
+
+
 def test_debug_shows_the_traceback() -> None:
     assert "Traceback" in omniq("--debug", "config", OMNIQ_API_PORT="many").stderr
 
@@ -149,10 +227,20 @@ def test_no_broker_is_one_clear_message() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_no_system_on_this_machine_is_said_with_what_starts_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMNIQ_BROKER_URL", raising=False)
+    done = omniq("jobs", "list", OMNIQ_BROKER_PORT=str(free_port()))
+    assert done.returncode == 1
+    assert "hint: start a system by `omniq up`" in done.stderr
+
+
 def test_generate_refuses_bad_parameters_before_it_starts_anything() -> None:
     done = omniq("generate", "a red circle", "--param", "width=63")
     assert done.returncode == 2
     assert "parameters.width" in done.stderr
+    assert "starting" not in done.stderr
     done = omniq("generate", "a red circle", "--input", "image=a.png")
     assert done.returncode != 0
     assert "input.image: unknown input; allowed: prompt" in done.stderr

@@ -9,9 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 from omniq.async_client import AsyncOmniLLM
+from omniq.cli.dlq import dlq
 from omniq.cli.generate import generate
 from omniq.cli.jobs import jobs
-from omniq.errors import JobFailed
+from omniq.errors import InvalidRequest, JobFailed
 from omniq.jobs.model import JobState, StageResult
 from omniq.jobs.store import JobStore
 from omniq.settings import get_settings
@@ -31,6 +32,56 @@ async def play(store: JobStore, seen: set[str]) -> str:
     assert await store.fail_stage(job_id, "dit", grant.fence, ERROR)
     seen.add(job_id)
     return job_id
+
+
+async def test_a_growing_text_is_that_of_the_first_choice(broker: object) -> None:
+    """As that of the finished output is, whichever choice says more first."""
+    store = JobStore.from_settings()
+    try:
+        async with AsyncOmniLLM(broker_url=get_settings().url) as llm:
+            job_id = await llm.submit("x", outputs=["text"])
+            grant = await store.begin_stage(job_id, "ar", "w", redelivered=False)
+            for index, piece in ((1, "An"), (0, "A "), (1, "other"), (0, "red")):
+                value = {"index": index, "text": piece}
+                assert await store.delta(job_id, "ar", grant.fence, "text", value)
+            output = await llm.poll(job_id)
+            async for event in store.events(job_id, block=1):
+                if event is None:
+                    break
+                output.apply(event)
+            assert output.text == "A red"
+            with pytest.raises(InvalidRequest, match="parameters: must be a mapping, not list"):
+                await llm.submit("x", ["seed"])  # type: ignore[arg-type]
+    finally:
+        await store.close()
+
+
+async def test_what_strangers_say_moves_no_terminal(
+    broker: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMNIQ_BROKER_URL", get_settings().url)
+    evil = "\x1b]0;owned\x07\x9b2J\u202ered"
+    store = JobStore.from_settings()
+    try:
+        async with AsyncOmniLLM(broker_url=get_settings().url) as llm:
+            job_id = await llm.submit({"prompt": evil})
+            grant = await store.begin_stage(job_id, "ar", "w", redelivered=False)
+            await store.delta(job_id, "ar", grant.fence, "text", {"text": evil})
+            error = {"code": "engine_error", "message": evil}
+            assert await store.fail_stage(job_id, "ar", grant.fence, error, traceback=evil)
+        for command, args in (
+            (jobs, ["list"]), (jobs, ["show", job_id]), (jobs, ["events", job_id]),
+            (jobs, ["events", job_id, "--json"]), (jobs, ["show", job_id, "--json"]),
+            (dlq, ["list"]), (dlq, ["show", job_id]),
+        ):  # fmt: skip
+            done = await asyncio.to_thread(CliRunner().invoke, command, args)
+            assert done.exit_code == 0, done.output
+            assert "owned" in done.output
+            assert all(c.isprintable() or c == "\n" for c in done.output)
+            if args[-1] == "--json":
+                json.loads(done.output.splitlines()[-1] if args[0] == "events" else done.output)
+    finally:
+        await store.close()
 
 
 async def test_clients_and_shell_get_the_part_and_are_told(

@@ -147,6 +147,24 @@ def test_any_text_that_is_no_pipeline_is_a_config_error(text: str) -> None:
     assert faults(text)[0].startswith("p.yaml")
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("name: x\n? [a]\n: b", "a key must be no list and no mapping"),
+        ("name: x\n? {a: b}\n: c", "a key must be no list and no mapping"),
+        ("name: x\nstages: &all [{engine_args: *all}]", "a value must not hold itself"),
+        ("name: x\nstages: &all {engine_args: [*all]}", "a value must not hold itself"),
+    ],
+)
+def test_what_no_json_could_say_is_refused(text: str, says: str) -> None:
+    assert faults(text) == [f"p.yaml:2: not valid YAML: {says}"]
+
+
+def test_a_value_may_be_given_twice_by_an_alias() -> None:
+    text = GOOD.replace("defaults:", "defaults: &all", 1)
+    assert parse_pipeline(text, "p.yaml").name == "tiny-omni"
+
+
 def test_all_faults_are_reported_together() -> None:
     text = GOOD.replace("max_in_flight: 16", "max_in_flight: 0").replace("version: 1", "version: 0")
     assert len(faults(text)) == 2

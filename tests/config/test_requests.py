@@ -14,8 +14,11 @@ from omniq.config import get_pipeline
 from omniq.config.loader import BUILTIN_DIR
 from omniq.config.pipeline import InputConfig, PipelineConfig
 from omniq.config.request import _FAULT, validate_request
-from omniq.errors import InvalidRequest
-from omniq.submit import make_spec
+from omniq.errors import BrokerUnavailable, InvalidRequest
+from omniq.job_request import checked_request
+from omniq.jobs.store import JobStore
+from omniq.settings import get_settings
+from omniq.submit import submit
 
 PROMPT = {"prompt": "red circle"}
 
@@ -62,9 +65,48 @@ def test_inputs_that_need_each_other() -> None:
 
 def test_a_missing_seed_is_drawn_once_for_all_stages() -> None:
     config = get_pipeline("tiny-omni")
-    specs = [make_spec(config, PROMPT, {}, priority=5, timeout=None, metadata={}) for _ in range(9)]
+    specs = [checked_request(config, PROMPT, {}).job(created=1.0) for _ in range(9)]
     assert all(s.parameters["ar"]["seed"] == s.parameters["dit"]["seed"] for s in specs)
     assert len({s.parameters["ar"]["seed"] for s in specs}) > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("priority", value) for value in (-1, 10, 5.0, True, "5", [5])),
+        *(("timeout", value) for value in (0, -1.0, float("nan"), float("inf"), True, "5", [5])),
+        *(("metadata", value) for value in ("a", ["a"], {"a": 1}, {1: "a"}, {"a": "\ud800"})),
+        *(("formats", value) for value in ("png", ["png"], {"image": 1})),
+        *(("outputs", value) for value in ("image", [], ["gone"], [1], [["image"]], {"image": 1})),
+        *(("allow_partial", value) for value in (1, "yes", None)),
+        *(("parameters", value) for value in ("a", [1], {1: 2})),
+        *(("inputs", value) for value in ("a", ["a"], {1: "a"}, None)),
+    ],
+)
+def test_whatever_python_or_celery_give_is_refused_by_name(name: str, value: Any) -> None:
+    given = {"inputs": PROMPT, "parameters": {}, name: value}
+    with pytest.raises(InvalidRequest) as caught:
+        checked_request(get_pipeline("tiny-omni"), **given)
+    assert [f["field"] for f in caught.value.fields] == ["input" if name == "inputs" else name]
+
+
+@pytest.mark.parametrize(
+    "more", [{"inputs": {}}, {"priority": 10}, {"idempotency_key": ""}, {"idempotency_key": 5}]
+)
+async def test_a_bad_request_is_refused_before_the_broker_is_asked(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("OMNIQ_BROKER_URL", "redis://127.0.0.1:1/0")  # nobody listens there
+    get_settings.cache_clear()
+    store = JobStore.from_settings()
+    try:
+        with pytest.raises(InvalidRequest):
+            await submit(store, **{"pipeline": "tiny-omni", "inputs": PROMPT, **more})
+        with pytest.raises(BrokerUnavailable):
+            await submit(store, pipeline="tiny-omni", inputs=PROMPT)
+    finally:
+        await store.close()
+        get_settings.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tiny_models import make_tokenizer
 
+from omniq.engines.base import StageInput
 from omniq.engines.text import PromptEncoder
 from omniq.errors import ConfigError, InvalidRequest
 
@@ -130,3 +131,17 @@ def test_arguments_of_calls_reach_the_template_as_objects(folder: Path) -> None:
         with pytest.raises(InvalidRequest, match=message) as caught:
             made.render_chat(messages)
         assert caught.value.fields[0]["field"] == "input.messages"
+
+
+@pytest.mark.parametrize("template", [TEXT, PARTS, BOTH])
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "x"}])
+def test_a_model_of_text_refuses_other_parts(
+    folder: Path, template: str, part: dict[str, Any]
+) -> None:
+    """A template would leave them out, or write them into the prompt as Python shows them."""
+    made = encoder(folder, template)
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]
+    with pytest.raises(InvalidRequest, match=f"message 0 is of type '{part['type']}'") as caught:
+        made.read({"messages": StageInput(messages)}, {}, 100)
+    assert caught.value.fields[0]["field"] == "input.messages"
+    made.read({"messages": StageInput(TWO_PARTS)}, {}, 100)

@@ -89,14 +89,16 @@ async def test_streamed_stages_say_the_same(staged: OmniStages, reference: Refer
 async def test_windows_that_see_all_they_depend_on_change_nothing(
     folder: Path, staged: OmniStages
 ) -> None:
-    """Each of the four evaluations of one solver step reaches two blocks back and one ahead."""
+    """Each of the four evaluations of one solver step reaches a block further ahead; what is before
+    a window is kept.
+    """
     codes = torch.randint(0, 64, (250,), generator=torch.Generator().manual_seed(3))
     inputs = {"codes": StageInput(tensors={"codes": codes})}
     one_step = {"seed": SEED, "num_steps": 2}
     whole = await staged.engines["token2wav"].run(
         StageRequest("whole", one_step, stream=False), inputs, NullEmit()
     )
-    args = {"past_blocks": 8, "future_blocks": 4, "overlap": 40}
+    args = {"future_blocks": 4, "overlap": 40}
     wide = create_engine(omni_stage(folder, "token2wav", engine_args=args))
     await wide.load()
     said = Chunks("audio")
@@ -203,8 +205,8 @@ async def test_an_answer_without_a_word_is_a_moment_of_silence(staged: OmniStage
 async def test_what_is_wrong_is_named(staged: OmniStages, folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="no speaker 'Bob'; allowed: Chelsie, Ethan"):
         await staged.whole(params(speaker="Bob"), messages=turn(WORDS))
-    engine = create_engine(omni_stage(folder, "token2wav", engine_args={"past_blocks": -1}))
-    with pytest.raises(ConfigError, match="past_blocks must be a whole number of at least 0"):
+    engine = create_engine(omni_stage(folder, "token2wav", engine_args={"future_blocks": -1}))
+    with pytest.raises(ConfigError, match="future_blocks must be a whole number of at least 0"):
         await engine.load()
     engine = create_engine(omni_stage(folder, "talker", engine_args={"stream_tokens": 0}))
     with pytest.raises(ConfigError, match="stream_tokens must be a whole number of at least 1"):
@@ -312,22 +314,19 @@ def test_reply_rows_come_when_the_next_token_is_there() -> None:
 
 
 def test_windows_of_the_models_own_streaming_code() -> None:
-    """Sizes of Qwen's code: 72 frames at once, 48 before, 24 behind; the last takes the rest."""
-    windows = Windows(Sizes(chunk=72, past=48, future=24, overlap=20))
+    """Sizes of Qwen's code: 72 frames at once, 24 behind; the last takes the rest."""
+    windows = Windows(Sizes(chunk=72, future=24, overlap=20))
     assert list(windows.ready(94, ended=False)) == []
-    assert list(windows.ready(96, ended=False)) == [Window(0, 96, 0, 72)]
+    assert list(windows.ready(96, ended=False)) == [Window(0, 72, 96)]
     assert list(windows.ready(166, ended=False)) == []
-    assert list(windows.ready(250, ended=False)) == [
-        Window(24, 168, 72, 144),
-        Window(96, 240, 144, 216),
-    ]
-    assert list(windows.ready(250, ended=True)) == [Window(168, 250, 216, 250)]
-    growing = Windows(Sizes(chunk=72, past=48, future=24, overlap=20, first=24))
+    assert list(windows.ready(250, ended=False)) == [Window(72, 144, 168), Window(144, 216, 240)]
+    assert list(windows.ready(250, ended=True)) == [Window(216, 250, 250, rest=True)]
+    growing = Windows(Sizes(chunk=72, future=24, overlap=20, first=24))
     assert list(growing.ready(47, ended=False)) == []
     assert list(growing.ready(168, ended=False)) == [
-        Window(0, 48, 0, 24),
-        Window(0, 96, 24, 72),
-        Window(24, 168, 72, 144),
+        Window(0, 24, 48),
+        Window(24, 72, 96),
+        Window(72, 144, 168),
     ]
     overlap = Overlap(20)
     assert overlap.ready(72, ended=False) == Sound(0, 72, 0, 52)

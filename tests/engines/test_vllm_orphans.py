@@ -1,10 +1,11 @@
-"""What is left of vLLM when the process that started it is killed: nothing."""
+"""What is left of vLLM when the process that started it is killed or stopped: nothing."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,17 +24,20 @@ pytestmark = [
 ]
 
 TESTS = Path(__file__).parent.parent
-#: Starts an engine, says so, and waits.
+#: Starts an engine, says so, waits, and unloads it on SIGTERM.
 SCRIPT = """
-import asyncio, sys
+import asyncio, signal, sys
 from pathlib import Path
 from engine_helpers import loaded, stage
 
 async def main():
     args = {"max_model_len": 64}
     engine = await loaded(stage(Path(sys.argv[1]), "ar", engine="vllm", engine_args=args))
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     print("ready", flush=True)
-    await asyncio.Event().wait()
+    await stop.wait()
+    await engine.unload()
 
 if __name__ == "__main__":
     asyncio.run(main())
@@ -47,22 +51,9 @@ def test_nothing_outlives_a_killed_process(
     """No process, no shared memory, and no socket that the next one does not remove; whether the
     worker is killed, or its engine and then it.
     """
-    script = tmp_path / "start.py"
-    script.write_text(SCRIPT)
     # pytest's own folders have names too long for sockets in them.
     short = Path(tempfile.mkdtemp(prefix="o"))
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(model)],
-        env={**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(short)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert any("ready" in line for line in process.stdout), "the engine has not started"
-    family = psutil.Process(process.pid).children(recursive=True)
-    segments = {path for p in family for path in _segments(p)}
-    assert segments, "vLLM's processes share memory"
+    process, family, segments = _started(model, tmp_path, short)
     if victim == "engine":
         for child in psutil.Process(process.pid).children():
             if _segments(child):
@@ -79,6 +70,43 @@ def test_nothing_outlives_a_killed_process(
     vllm_orphans.sweep()
     assert not folder.exists()
     shutil.rmtree(short)
+
+
+def test_a_signal_to_the_whole_group_ends_vllm_before_the_worker(
+    model: Path, tmp_path: Path
+) -> None:
+    """Such as honcho's SIGTERM, or Ctrl-C: a second one must not cut the engine's end short."""
+    short = Path(tempfile.mkdtemp(prefix="o"))
+    process, family, segments = _started(model, tmp_path, short)
+    holders = [p for p in family if _segments(p)]
+    assert process.pid not in {os.getpgid(p.pid) for p in holders}
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 0
+    assert not any(map(_alive, holders)), "vLLM's processes outlive the worker"
+    wait_until(lambda: not any(map(Path.exists, segments)), 20, f"{segments} are unlinked")
+    shutil.rmtree(short)
+
+
+def _started(
+    model: Path, folder: Path, sockets: Path
+) -> tuple[subprocess.Popen[str], list[psutil.Process], set[Path]]:
+    """A group of processes with an engine: its first one, the others, their shared memory."""
+    script = folder / "start.py"
+    script.write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(model)],
+        env={**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(sockets)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert any("ready" in line for line in process.stdout), "the engine has not started"
+    family = psutil.Process(process.pid).children(recursive=True)
+    segments = {path for p in family for path in _segments(p)}
+    assert segments, "vLLM's processes share memory"
+    return process, family, segments
 
 
 def _alive(process: psutil.Process) -> bool:

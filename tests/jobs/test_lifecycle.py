@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import redis.asyncio
+from omniq_workers.cancel import Cancellation
 
 from omniq import keys
 from omniq.blobs.base import BlobRef
@@ -74,16 +75,18 @@ async def test_a_job_runs_through_its_stages_to_success(store: JobStore) -> None
     assert job.state is JobState.QUEUED
     assert (await begin(store, job, "b")).verdict is Verdict.WAIT
     grant = await begin(store, job, "a")
-    assert (grant.verdict, grant.fence, grant.attempt) == (Verdict.RUN, 1, 1)
+    assert (grant.verdict, grant.attempt) == (Verdict.RUN, 1)
     assert grant.spec is not None and grant.spec.inputs == {"prompt": "x"}
-    assert await store.progress(job.id, "a", 1, 3, 10)
-    assert await store.delta(job.id, "a", 1, "text", {"text": "hé"})
-    assert await finish(store, job, "a", 1, outputs={"t": {"value": 7}}, metrics={"tokens": 3})
+    fence = grant.fence
+    assert await store.progress(job.id, "a", fence, 3, 10)
+    assert await store.delta(job.id, "a", fence, "text", {"text": "hé"})
+    assert await finish(store, job, "a", fence, outputs={"t": {"value": 7}}, metrics={"tokens": 3})
     grant = await begin(store, job, "b")
     assert grant.upstream == {"a": {"t": {"value": 7}}}
     artifact = ArtifactInfo(name="image", content_type="image/png", nbytes=3)
     artifact.key = await store.put_artifact(job.id, "image", grant.fence, b"png")
-    assert await finish(store, job, "b", 1, values={"text": "hi"}, artifacts={"image": artifact})
+    outputs = {"values": {"text": "hi"}, "artifacts": {"image": artifact}}
+    assert await finish(store, job, "b", grant.fence, **outputs)
 
     record = await store.get(job.id)
     assert record.state is JobState.SUCCEEDED
@@ -112,7 +115,8 @@ async def test_a_redelivery_takes_over_and_the_zombie_is_refused(store: JobStore
     old = await begin(store, job, "a", "w1")
     assert (await begin(store, job, "a", "w2")).verdict is Verdict.DUPLICATE
     new = await begin(store, job, "a", "w2", redelivered=True)
-    assert (new.verdict, new.fence, new.attempt) == (Verdict.RUN, 2, 2)
+    assert (new.verdict, new.attempt) == (Verdict.RUN, 2)
+    assert new.fence > old.fence
     assert not await store.progress(job.id, "a", old.fence, 1, 2)
     assert not await finish(store, job, "a", old.fence, values={"text": "zombie"})
     assert not await store.fail_stage(job.id, "a", old.fence, {"code": "x", "message": "late"})
@@ -151,6 +155,7 @@ async def test_cancelling_a_running_job_waits_until_it_has_stopped(
         message = await pubsub.get_message(timeout=5)
     assert message["data"] == job.id.encode()
     assert not await store.progress(job.id, "a", grant.fence, 1, 2)
+    assert (await store.get(job.id)).state is JobState.CANCELLING
     assert await store.stop_stage(job.id, "a", grant.fence)
     assert (await store.get(job.id)).state is JobState.CANCELLED
     assert (await types(store, job))[-2:] == ["job.cancelling", "job.cancelled"]
@@ -170,6 +175,42 @@ async def test_a_cancelled_run_that_ends_before_it_hears_of_it_has_stopped(store
     assert (record.state, record.values) == (JobState.CANCELLED, {})
     assert (await types(store, job))[-2:] == ["job.cancelling", "job.cancelled"]
     assert not await store.stop_stage(job.id, "c", two.fence), "it has been said"
+
+
+async def test_the_end_of_a_job_stops_its_other_runs_and_no_later_ones(
+    store: JobStore, aredis: redis.asyncio.Redis
+) -> None:
+    """Who hears of it late must not stop the run of a dead letter that is tried again."""
+    job = await create(store, DIAMOND)
+    await run(store, job, "a")
+    left, right = await begin(store, job, "b"), await begin(store, job, "c")
+    async with aredis.pubsub() as pubsub:
+        await pubsub.subscribe(keys.cancel_channel())
+        assert (await pubsub.get_message(timeout=5))["type"] == "subscribe"
+        error = {"code": "engine_error", "message": "oops"}
+        assert await store.fail_stage(job.id, "b", left.fence, error, "Traceback")
+        message = await pubsub.get_message(timeout=5)
+        assert message["data"] == f"{job.id} c {right.fence}".encode()
+        assert await pubsub.get_message(timeout=0.2) is None, "the others have no run"
+    told = Cancellation.parse(message["data"].decode())
+    assert told.means(job.id, "c", right.fence)
+    assert not told.means(job.id, "c", right.fence + 1)
+    assert not told.means(job.id, "b", left.fence)
+    assert Cancellation.parse(job.id).means(job.id, "b", left.fence)
+
+
+async def test_many_blobs_are_freed_with_their_job(store: JobStore) -> None:
+    """A script can name no more than some thousands; the list of garbage has them all."""
+    job = await create(store, {"a": []})
+    grant = await begin(store, job, "a")
+    refs = [
+        BlobRef(id=f"{job.id}.a.1.x.{i}", store="shm", host="h1", nbytes=8, place=f"e.{i}.1")
+        for i in range(9000)
+    ]
+    await store.redis.sadd(keys.job_blobs(job.id), *(ref.to_json() for ref in refs))
+    done = await store.finish_stage(job.id, "a", grant.fence, StageResult(), host="h1")
+    assert done and 0 < len(done.garbage) < 8000
+    assert await store.redis.scard(keys.host_garbage("h1")) == len(refs)
 
 
 async def test_cancelling_with_a_dead_worker_ends_with_the_redelivery(store: JobStore) -> None:
@@ -378,5 +419,6 @@ async def test_only_one_of_many_racing_workers_runs_a_stage(store: JobStore) -> 
     job = await create(store)
     grants = await asyncio.gather(*(begin(store, job, "a", f"w{i}") for i in range(20)))
     assert sum(g.verdict is Verdict.RUN for g in grants) == 1
-    finished = await asyncio.gather(*(finish(store, job, "a", 1) for _ in range(20)))
+    fence = max(g.fence for g in grants)
+    finished = await asyncio.gather(*(finish(store, job, "a", fence) for _ in range(20)))
     assert sum(map(bool, finished)) == 1

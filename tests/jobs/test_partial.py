@@ -150,7 +150,7 @@ async def test_what_does_without_the_failed_stage_runs_to_its_end(
         assert (await pubsub.get_message(timeout=5))["type"] == "subscribe"
         assert await store.fail_stage(job.id, "d", 1, ERROR)
         told = await pubsub.get_message(timeout=5)
-    assert told["data"] == f"{job.id} c".encode()
+    assert told["data"] == f"{job.id} c {feeds.fence}".encode()
     record = await store.get(job.id)
     assert record.state is JobState.RUNNING and list(record.missing) == ["right"]
     assert not await store.progress(job.id, "c", feeds.fence, 1, 2)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, ConnectionError, ResponseError, TimeoutError
 from support import Valkey, free_port, wait_until
@@ -59,6 +60,17 @@ async def test_cancelled_askers_do_not_shift_the_answers_of_others(broker: Valke
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
                 assert result is None or isinstance(result, asyncio.CancelledError)
+
+
+async def test_what_cannot_be_written_shifts_no_answer_of_others(broker: Valkey) -> None:
+    async with line(broker.url) as one:
+        await one.ask("PING")
+        unwritable = one.ask("ECHO", "\ud800"), one.ask("ECHO", object())  # type: ignore[arg-type]
+        asked = [one.ask("ECHO", str(i)) for i in range(4)]
+        found = await asyncio.gather(*unwritable, *asked, return_exceptions=True)
+        assert [type(answer) for answer in found[:2]] == [UnicodeEncodeError, TypeError]
+        assert found[2:] == [b"0", b"1", b"2", b"3"]
+        assert await one.ask("ECHO", "next") == b"next"
 
 
 async def test_a_subscription_is_confirmed_or_refused_and_shifts_no_answer(
@@ -122,6 +134,33 @@ async def test_a_frozen_server_fails_every_waiting_command_in_time(own_valkey: V
         assert all(isinstance(r, TimeoutError) for r in results)
         assert 0.4 < time.monotonic() - begun < 2
         assert await one.ask("PING") == b"PONG"
+
+
+def test_a_connection_that_closes_under_a_command_fails_it_and_nothing_else(broker: Valkey) -> None:
+    """As on the workers' loop, whose connections refuse what is written to them then."""
+    faults: list[Any] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: faults.append(context))
+        async with line(broker.url) as one:
+            await one.ask("PING")
+            assert one._wire is not None and one._wire._transport is not None
+
+            async def ask() -> None:
+                await asyncio.sleep(0)  # until just before the line hears of the end
+                await one.ask("PING")
+
+            asked = asyncio.ensure_future(ask())
+            loop.call_soon(one._wire._transport.abort)
+            with pytest.raises(ConnectionError):
+                await asked
+            assert await one.ask("ECHO", "again") == b"again"
+
+    loop = uvloop.new_event_loop()
+    loop.run_until_complete(main())
+    loop.close()
+    assert faults == []
 
 
 async def test_a_restart_is_survived_by_the_next_command(own_valkey: Valkey) -> None:

@@ -449,6 +449,19 @@ async def test_a_job_that_nobody_serves_expires_for_who_waits(
     assert time.time() >= now + 0.2
 
 
+async def test_a_job_that_nobody_serves_expires_for_who_watches(store: JobStore) -> None:
+    """At its deadline, not after a silence."""
+    now = await store.clock.now()
+    spec = JobSpec(
+        id=new_job_id(now), pipeline="p", inputs={}, parameters={}, stages=["a"], created=now,
+        deadline=now + 0.2,
+    )  # fmt: skip
+    job = await store.create(spec, {"a": []})
+    async with asyncio.timeout(watch.SILENCE / 2):
+        events = [e async for e in store.events(job.id) if e is not None]
+    assert [e.type for e in events] == ["job.queued", "job.expired"]
+
+
 @pytest.mark.parametrize("awaited", [False, True])
 async def test_a_host_whose_clock_is_behind_waits_no_longer(
     store: JobStore, awaited: bool, monkeypatch: pytest.MonkeyPatch

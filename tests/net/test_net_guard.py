@@ -52,6 +52,8 @@ def names(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> list[str]:
         "https://[64:ff9b::a00:1]/",
         "https://[2002:a00:1::]/",
         "https://[ff0e::1]/",
+        "https://[3fff::1]/",
+        "https://192.88.99.1/",
         "https://localhost/",
     ],
 )

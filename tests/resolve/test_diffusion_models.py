@@ -20,7 +20,7 @@ from omniq.engines.base import StageInput
 from omniq.errors import ConfigError
 from omniq.resolve import families
 from omniq.resolve.diffusion import DiffusionFamily, OtherDiffusion
-from omniq.serve.command import pipeline_yaml
+from omniq.serve.pipeline_file import pipeline_yaml
 
 PROMPT = "a red circle above a blue square"
 #: Model, picture it is shown, what the request says beside the defaults.

@@ -12,7 +12,7 @@ from omniq.config import OmniStageConfig, PipelineConfig, load_pipeline
 from omniq.config.request import validate_request
 from omniq.errors import ConfigError, InvalidRequest
 from omniq.resolve import BuildOptions, ModelFiles, pipeline_for
-from omniq.serve.command import pipeline_yaml
+from omniq.serve.pipeline_file import pipeline_yaml
 
 PARTS = ("text_encoder", "tokenizer", "transformer", "vae", "scheduler", "vision_language_encoder")
 

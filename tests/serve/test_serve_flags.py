@@ -161,3 +161,4 @@ class TestWithoutVLLM:
         said = capsys.readouterr().err
         assert "unrecognized arguments: --enable-prefix-caching" in said
         assert "omniq[vllm]" in said
+        assert "--max-model-len" in said, "the flags that there are"

@@ -12,9 +12,9 @@ import pytest
 from omniq.config import available_pipelines, load_pipeline
 from omniq.errors import ConfigError
 from omniq.resolve import language_model
-from omniq.serve import command as command_module
-from omniq.serve.command import OmniServeCommand, pipeline_yaml
+from omniq.serve.command import OmniServeCommand
 from omniq.serve.flags import ServeFlags
+from omniq.serve.pipeline_file import pipeline_yaml
 from omniq.serve.target import resolve_model
 from omniq.settings import get_settings
 
@@ -84,7 +84,7 @@ def test_flags_change_a_copy_of_the_ar_stage() -> None:
         {"max_model_len": 64},
     )
     assert served.stages[1:] == known.stages[1:]
-    env = OmniServeCommand(flags, served).environment()
+    env = OmniServeCommand.of(flags).environment()
     assert json.loads(env["OMNIQ_SERVED_MODELS"]) == {"tiny-omni": "tiny-omni-served"}
     (file,) = json.loads(env["OMNIQ_PIPELINES"])
     assert load_pipeline(Path(file)).stages[0].engine == "vllm"
@@ -98,27 +98,26 @@ def test_pipeline_file(llm: Path, tmp_path: Path) -> None:
 
 def test_environment_of_the_processes(llm: Path) -> None:
     flags = ServeFlags(str(llm), host="0.0.0.0", port=81, api_keys=("k",), served_names=("a", "b"))
-    env = OmniServeCommand(flags, resolve_model(flags)).environment()
+    env = OmniServeCommand.of(flags).environment()
     assert (env["OMNIQ_API_HOST"], env["OMNIQ_API_PORT"]) == ("0.0.0.0", "81")
     assert json.loads(env["OMNIQ_API_KEYS"]) == ["k"]
     assert json.loads(env["OMNIQ_SERVED_MODELS"]) == {"a": "my-model", "b": "my-model"}
     assert env["OMNIQ_DEFAULT_PIPELINE"] == "my-model"
 
 
-def test_folders_called_alike_have_a_pipeline_each(
-    llm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_called_alike_have_a_pipeline_each(llm: Path, tmp_path: Path) -> None:
     """And keep it: jobs wait in queues of its name, and workers that start anew read its file."""
     other = tmp_path / "elsewhere" / llm.name
     shutil.copytree(llm, other)
 
     def served(folder: Path, **args: Any) -> tuple[str, Path]:
         flags = ServeFlags(str(folder), engine="vllm", engine_args=args)
-        monkeypatch.setattr(command_module, "parse", lambda _: flags)  # vLLM's takes its time
-        command = OmniServeCommand.from_args([])
+        command = OmniServeCommand.of(flags)
         env = command.environment()
         (file,) = json.loads(env["OMNIQ_PIPELINES"])
         assert load_pipeline(Path(file)) == command.pipeline
+        assert command.file is not None
+        command.file.close()
         assert env["OMNIQ_DEFAULT_PIPELINE"] == command.pipeline.name
         assert list(json.loads(env["OMNIQ_SERVED_MODELS"]).values()) == [command.pipeline.name]
         return command.pipeline.name, Path(file)
@@ -134,6 +133,34 @@ def test_folders_called_alike_have_a_pipeline_each(
     assert served(other) == first
     first[1].write_text("of: another version")
     assert served(other) == first
+
+
+def test_servers_of_one_folder_with_other_flags_keep_apart_while_they_run(llm: Path) -> None:
+    def serve(**args: Any) -> OmniServeCommand:
+        return OmniServeCommand.of(ServeFlags(str(llm), engine="vllm", engine_args=args))
+
+    first, second = serve(), serve(max_model_len=64)
+    assert (first.pipeline.name, second.pipeline.name) == ("my-model", "my-model-2")
+    replica = serve()  # one more of the first shares its queues
+    assert replica.file is not None and first.file is not None
+    assert replica.file.path == first.file.path
+    for command in (first, second, replica):
+        assert command.file is not None
+        assert load_pipeline(command.file.path) == command.pipeline
+    first.file.close()
+    assert serve(max_model_len=99).pipeline.name == "my-model-3"  # a replica still runs
+    replica.file.close()
+    assert serve(max_model_len=99).pipeline.name == "my-model"
+
+
+def test_a_data_folder_that_cannot_be_written_is_said(
+    llm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OMNIQ_DATA_DIR", str(tmp_path / "file"))
+    get_settings.cache_clear()
+    with pytest.raises(ConfigError, match=r"cannot write to the data folder .*file/serve"):
+        OmniServeCommand.of(ServeFlags(str(llm), engine="vllm"))
 
 
 def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ async def test_a_new_run_starts_the_stream_anew_and_its_readers_too(system: Syst
     await writer.write(1, blob)
     await writer.write(2)
     old, reader = await system.reader(producer)
-    assert (await reader.next()) == Entry(1, 0, "chunk", 1, blob)
+    assert (await reader.next()) == Entry(producer[2], 0, "chunk", 1, blob)
     again, rewriter = await system.producer(again=True)
     assert await system.state("b") == "queued"
     assert (await system.store.get(system.job)).stages["b"].attempts == 0
@@ -285,14 +285,13 @@ async def test_a_redelivered_reader_starts_over_while_the_producer_runs(system: 
     _, first = await system.reader(producer)
     for _ in range(3):
         await first.next()
-    run, second = await system.reader(producer, again=True)
+    _, second = await system.reader(producer, again=True)
     await writer.write(3, last=True)
     assert await values(second) == [0, 1, 2, 3]
     with pytest.raises(Refused):
         await first.next()
         await first.next()
         await first.skip_rest()
-    assert run[2] == 2
 
 
 @pytest.mark.parametrize("how", ["succeed", "fail", "cancel"])

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import redis
 from support import wait_until
 
+from omniq import keys
 from omniq.jobs.model import JobState
 from omniq.jobs.store import JobStore
 from omniq.tasks import cancel_job, submit_job
@@ -33,12 +35,19 @@ async def test_it_inspects_reports_and_calls(stages: Any, store: JobStore) -> No
     queues = celery("inspect", "active_queues", "--timeout", "3")
     assert "omniq.p.a" in queues and "omniq.control" in queues
     assert "transport:redis" in celery("report")
-    call = {"pipeline": "p", "inputs": {"prompt": "x"}, "priority": 7}
+    call = {
+        "pipeline": "p", "inputs": {"prompt": "x"}, "priority": 7, "outputs": ["text"],
+        "allow_partial": True, "stream": False, "formats": {}, "metadata": {"a": "b"},
+        "webhook": {"url": "https://1.1.1.1/"},
+    }  # fmt: skip
     task_id = celery("call", "omniq.submit", "--kwargs", json.dumps(call)).strip()
     started = submit_job.AsyncResult(task_id).get(timeout=10)
     assert started["stages"] == ["a", "b"] and started["pipeline"] == "p"
     record = await store.wait(started["id"], 10)
-    assert record.state is JobState.SUCCEEDED and record.spec.priority == 7
+    assert record.state is JobState.SUCCEEDED
+    spec = record.spec
+    assert (spec.priority, spec.stream, spec.metadata) == (7, False, {"a": "b"})
+    assert spec.partial == {"text": "b"}
 
 
 def test_a_bad_submission_fails_clearly_and_once(
@@ -51,14 +60,34 @@ def test_a_bad_submission_fails_clearly_and_once(
         ({"pipeline": "p"}, "input.prompt: required"),
         ({"pipeline": "p", "prompt": "x", "parameters": {"width": 0}}, "unknown parameter"),
         ({"pipeline": "p", "prompt": "x", "inputs": {"prompt": "y"}}, "given twice"),
+        ({"pipeline": "p", "prompt": "x", "timeout": "5"}, "timeout: must be seconds above 0"),
+        ({"pipeline": ["p"], "prompt": "x"}, "pipeline: must be a name"),
+        ({"pipeline": "p", "prompt": "x", "webhook": {"uri": "x"}}, "webhook.url: Field required"),
+        ({"pipeline": "p", "prompt": "x", "outputs": ["sound"]}, "outputs: must be some of text"),
     ):
         result = submit_job.apply_async(kwargs=call)
         with pytest.raises(Exception, match=message):
             result.get(timeout=10)
         assert result.state == "FAILURE"
     assert "Traceback" not in stages.workers["a"].output()
-    wait_until(lambda: [e["type"] for e in celery_events].count("task-failed") == 4, 5)
+    wait_until(lambda: [e["type"] for e in celery_events].count("task-failed") == 8, 5)
     assert not [e for e in celery_events if e["type"] == "task-retried"]
+
+
+def test_a_submission_that_is_delivered_twice_starts_one_job(
+    stages: Any, redis_client: redis.Redis
+) -> None:
+    """As after the death of a worker that had recorded the job and not yet said so."""
+    stages.define("a>b")
+    stages.start("a")
+    found = []
+    for _ in range(2):
+        result = submit_job.apply_async(kwargs={"pipeline": "p", "prompt": "x"}, task_id="once")
+        found.append(result.get(timeout=10)["id"])
+        result.forget()
+    assert found[0] == found[1]
+    assert redis_client.zcard(keys.jobs_index()) == 1
+    assert submit_job.delay("p", prompt="x").get(timeout=10)["id"] != found[0]
 
 
 async def test_a_job_is_cancelled_by_a_task(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -58,7 +59,7 @@ async def test_a_clock_that_is_set_moves_no_submission(
     stages.define("a>b")
     stages.start("a", "b")
     first = await served(store, "x")
-    monkeypatch.setattr("omniq.submit.time.time", lambda: 4e9)
+    monkeypatch.setattr(time, "time", lambda: 4e9)
     second = await served(store, "x")
     assert second.spec.deadline is not None
     assert 0 < second.spec.deadline - first.spec.created < 120

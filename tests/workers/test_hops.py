@@ -274,7 +274,7 @@ async def test_a_task_revoked_before_it_is_handed_does_not_run(
         return any(f"{job_id}.a" in str(ids) for ids in found.values())
 
     await asyncio.to_thread(wait_until, revoked, 20)
-    monkeypatch.setattr("omniq.submit.new_job_id", lambda now: job_id)
+    monkeypatch.setattr("omniq.job_request.new_job_id", lambda now: job_id)
     job = await start_job(store)
     wait_until(lambda: unacked() == 0)
     assert job.id == job_id and notes(f"run a {job_id}") == []
@@ -298,9 +298,13 @@ async def test_a_worker_that_stands_still_is_passed_over(
     stages.workers["a"].kill()
     other = await start_job(store)
     assert redis_client.zcard(waiting) == 0
+    # Nobody looks at the place of one that had no room when it was killed, but its successor.
+    redis_client.zadd(waiting, {"p.a.1@killed|0": 0})
     stages.start("a")
     for record in (job, other):
         assert (await ended(store, record.id)).state is JobState.SUCCEEDED
+    (place,) = redis_client.zrange(waiting, 0, -1)
+    assert redis_client.exists(keys.hears(place.decode()))
 
 
 async def test_a_worker_whose_connection_breaks_waits_by_a_new_name(

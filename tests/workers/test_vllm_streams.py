@@ -19,8 +19,8 @@ from tiny_models import make_language_model, make_tokenizer
 from omniq.config import available_pipelines
 from omniq.jobs.model import JobState
 from omniq.jobs.store import JobStore
-from omniq.serve.command import pipeline_yaml
 from omniq.serve.flags import ServeFlags
+from omniq.serve.pipeline_file import pipeline_yaml
 from omniq.serve.target import resolve_model
 from omniq.submit import submit
 

@@ -121,7 +121,8 @@ async def test_revoking_only_the_readers_task_stops_its_producer_too(
     stages.start("a", "b")
     job = await start_job(store, "a:chunks=1000 b:pace=0.5")
     await noted(notes, f"chunk b {job.id}")
-    app.control.revoke(task_id(job.id, "b", "a-1"), terminate=True)
+    fence = (await store.redis.hget(keys.job(job.id), "a|fence")).decode()
+    app.control.revoke(task_id(job.id, "b", f"a-{fence}"), terminate=True)
     assert (await ended(store, job)).state is JobState.CANCELLED
     await noted(notes, f"stopped a {job.id}")
     wait_until(lambda: unacked() == 0)

@@ -5,9 +5,11 @@ within seconds, and nothing waits for the next turn of the hub's loop, which may
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+from celery.exceptions import CPendingDeprecationWarning
 from celery.utils.log import get_logger
 from celery.worker.consumer import Consumer
 from celery.worker.state import maybe_shutdown
@@ -24,6 +26,11 @@ LONGEST_WAIT = 2.0
 PACE = 0.02
 #: Queues are looked at so often, in seconds, whether or not the broker tells of a new message.
 LOOK_AGAIN = 1.0
+
+# Whenever the broker is lost, of a setting that is as it has to be (omniq.celery).
+warnings.filterwarnings(
+    "ignore", "\nIn Celery 5.1 we introduced", category=CPendingDeprecationWarning
+)
 
 
 class StageConsumer(Consumer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from celery.events import EventDispatcher
+from redis.exceptions import ConnectionError
 
 from omniq_workers.transport import Channel
 
@@ -21,6 +22,8 @@ class StageDispatcher(EventDispatcher):
             super()._publish(event, producer, routing_key, **options)
             return
         try:
+            if channel.closed:  # with its connection: the worker says that it is offline
+                raise ConnectionError("the connection to the broker is closed")
             channel.tell(self.exchange.name, routing_key, event, self.headers)
         except channel.connection_errors:
             if not self.buffer_while_offline:

@@ -32,7 +32,7 @@ from redis.exceptions import ConnectionError, RedisError
 from omniq import keys
 from omniq.jobs.frames import unframed
 from omniq.jobs.model import StageGrant
-from omniq.jobs.store import read_grant
+from omniq.jobs.stage_runs import read_grant
 from omniq.redis_client import UNAVAILABLE, Client, line
 from omniq_workers.take import DIGEST, MOST, SHARE, SOURCE
 
@@ -101,8 +101,8 @@ class Intake:
         self._lists: Sequence[str] = ()
         self._held: set[str] = set()
         self._known = 0
-        #: Name of the place, while the connection is there; and the last one.
-        self._member = self._left = ""
+        #: Name of the place, while the connection is there.
+        self._member = ""
         self._asked = False
         self._answer: asyncio.Future[None] | None = None
         #: Whether a queue has, or may have, messages.
@@ -126,14 +126,27 @@ class Intake:
             redis.exceptions.RedisError: the server cannot be reached, or refuses to tell.
         """
         member = f"{self._worker}|{uuid4().hex[:12]}"
+        await self._clear_places()
         await self._line.subscribe(keys.hand_channel(member))
         if not self._line.connected:
             raise ConnectionError("the connection to the broker has ended")
-        if self._left:
-            await self._line.ask("ZREM", self.waiting, self._left)
-        self._left = self._member = member
+        self._member = member
         self._known, self._asked, self._told = 0, False, True
         self._look_again()
+
+    async def _clear_places(self) -> None:
+        """Remove the places of this worker's earlier connections, and of workers that are gone: one
+        without room is nobody else's to find (``who_waits``), and would stay for ever. One that
+        only stood still takes another.
+        """
+        gone = []
+        for place in await self._line.ask("ZRANGE", self.waiting, 0, -1):
+            member = place.decode()
+            own = member.rpartition("|")[0] == self._worker
+            if own or not await self._line.ask("EXISTS", keys.hears(member)):
+                gone.append(member)
+        if gone:
+            await self._line.ask("ZREM", self.waiting, *gone)
 
     def consume(self, lists: Sequence[str]) -> None:
         """Take messages off these lists from now on, the first ones first."""

@@ -10,12 +10,12 @@ from omniq.jobs.model import ArtifactInfo
 from omniq.jobs.store import JobStore
 from omniq.outputs import MultimodalOutputProcessor, OutputContext
 from omniq.outputs.base import OutputError
-from omniq.streams import ChunkStreams
+from omniq.streams import ChunkStreams, Refused
 from omniq_workers.channel import Item
 from omniq_workers.outage import through_outages
 
 if TYPE_CHECKING:
-    from omniq_workers.stage_run import Run
+    from omniq_workers.run import Run
 
 
 class Pieces:
@@ -53,7 +53,14 @@ class Pieces:
         delta: dict[str, Any] = {"output": output, "sequence": sequence, "value": value}
         if artifact is not None:
             delta["artifact"] = artifact.model_dump(mode="json")
-        await through_outages(lambda: self._streams.piece(run.key, delta, artifact))
+        try:
+            await through_outages(lambda: self._streams.piece(run.key, delta, artifact))
+        except Refused:
+            if artifact is not None:
+                await through_outages(
+                    lambda: self._store.drop_artifacts(run.job_id, [artifact.key])
+                )
+            raise
 
     async def _encoded(
         self, run: Run, output: str, sequence: int, item: Item

@@ -95,8 +95,9 @@ class EnginePool(BasePool):
         self._connection = 0
         self._here, self._aside = Tracers(quiet=True), Tracers(quiet=False)
         self._settled: queue.SimpleQueue[tuple[Flight, Any]] = queue.SimpleQueue()
-        #: Tasks that run already, by delivery tag, and that Celery has still to hear of.
-        self._ahead: dict[str, Flight] = {}
+        #: Tasks that run already, by delivery tag, and that Celery has still to hear of. The
+        #: delivery need not be the newest: another one may have been adopted before.
+        self._ahead: dict[str, tuple[Flight, Delivery]] = {}
         #: A call of :meth:`_wake` is due; used on the engine's thread only.
         self._waking = False
         #: Gives Celery the messages it has still to hear of; on the hub's thread.
@@ -199,10 +200,11 @@ class EnginePool(BasePool):
         request = callback.__self__  # the callbacks are methods of Celery's request
         ahead = self._ahead.pop(request.message.delivery_tag, None)
         if ahead is not None:
-            ahead.delivery.accept(args, request)
-            accept_callback(os.getpid(), ahead.started)
-            self._limits(ahead, soft_timeout, timeout)
-            return ahead
+            flight, delivery = ahead
+            delivery.accept(args, request)
+            accept_callback(os.getpid(), flight.started)
+            self._limits(flight, soft_timeout, timeout)
+            return flight
         delivery = Delivery.accepted(args, request, self._connection)
         running = self._adopting(uuid, delivery)
         if running is not None:
@@ -249,7 +251,7 @@ class EnginePool(BasePool):
         delivery = Delivery(message, self._connection)
         flight = Flight(self, self.app.tasks[name], uuid, [delivery], slot=slot, grant=grant)
         self._add(flight)
-        self._ahead[message.delivery_tag] = flight
+        self._ahead[message.delivery_tag] = flight, delivery
         self._spawn(flight)
         self._wake_later()
         return True
@@ -269,9 +271,9 @@ class EnginePool(BasePool):
     def handed(self, tags: list[str]) -> None:
         """Celery has heard of these messages, whose tasks were ahead of it."""
         for tag in tags:
-            flight = self._ahead.pop(tag, None)
-            if flight is not None:  # it has dropped it: it was revoked before
-                flight.stop(Stop.REVOKED)
+            ahead = self._ahead.pop(tag, None)
+            if ahead is not None:  # it has dropped it: it was revoked before
+                ahead[0].stop(Stop.REVOKED)
 
     def limited(self, name: str) -> bool:
         """Whether Celery limits the rate of these tasks; set by the consumer."""
@@ -414,10 +416,13 @@ class EnginePool(BasePool):
         self.flights.discard(flight)
         if flight.stopped is Stop.RETURN and outcome is None:
             return  # unacknowledged: closing the channel puts it back at the head of its queue
-        for old in flight.deliveries[:-1]:
-            if old.connection == self._connection:
+        # Of what Celery has settled it knows one delivery only.
+        others = flight.deliveries if flight.dropped else flight.deliveries[:-1]
+        for other in others:
+            known = other.celery if other.connection == self._connection else None
+            if known is not None and not known.acknowledged:
                 # Its message is the one that was delivered again; this frees its prefetch slot.
-                old.celery.on_failure(_einfo(Ignore()))
+                known.on_failure(_einfo(Ignore()))
         request = flight.delivery.celery
         if flight.dropped or request is None:
             return

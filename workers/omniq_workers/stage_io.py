@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from omniq.blobs import BlobRouter
-    from omniq_workers.stage_run import Run
+    from omniq_workers.run import Run
 
 logger = get_logger(__name__)
 
@@ -121,7 +121,7 @@ class StageIO:
     # -- outputs -----------------------------------------------------------------------------
 
     async def store(self, run: Run, output: StageOutput) -> StageResult:
-        """Write what of ``output`` is used; ``run.blobs`` grows by each blob that is written.
+        """Write what of ``output`` is used; ``run.blobs`` and ``run.files`` grow by it.
 
         Raises:
             EngineError: an output that an edge or the pipeline names was not made.
@@ -216,6 +216,7 @@ class StageIO:
                 values[name] = done.value
             for file in done.artifacts:
                 key = await self._store.put_artifact(job_id, file.name, fence, file.data)
+                run.files.append(key)
                 artifacts[file.name] = ArtifactInfo(
                     name=file.name,
                     content_type=file.content_type,
@@ -244,6 +245,16 @@ class StageIO:
         """What :meth:`free_here` has freed since this was last called; for the garbage list."""
         freed, self._freed = self._freed[:MOST_FREED], self._freed[MOST_FREED:]
         return freed
+
+    async def drop(self, run: Run) -> None:
+        """Delete what a run has written that was not recorded, and will not be. What cannot be
+        deleted now expires by itself.
+        """
+        await self.free(run.blobs)
+        try:
+            await self._store.drop_artifacts(run.job_id, run.files)
+        except BrokerUnavailable as exc:
+            logger.warning("result files of job %s are left to expire: %s", run.job_id, exc)
 
     async def free(self, blobs: Sequence[BlobRef]) -> None:
         """Delete blobs that nobody will read. What cannot be deleted now expires by itself."""

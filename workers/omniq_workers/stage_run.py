@@ -7,13 +7,11 @@ import random
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import Ignore
 from celery.utils.log import get_logger
 
-from omniq.blobs.base import BlobRef
 from omniq.config import OmniStageConfig
 from omniq.engines.base import Engine, StageInput, StageOutput, StageRequest
 from omniq.errors import (
@@ -27,14 +25,17 @@ from omniq.errors import (
     OmniqError,
     StageTimeout,
 )
-from omniq.jobs.model import JobSpec, JobState, StageGrant, StageResult, StageState, Verdict
+from omniq.jobs.model import JobState, StageGrant, StageResult, StageState, Verdict
 from omniq.jobs.store import JobStore
-from omniq.publish import Continuation, Parent, continuation
+from omniq.publish import continuation
 from omniq.tasks import GiveBack, RetryLater, current_flight
+from omniq_workers.cancel import Announced, Cancellation
 from omniq_workers.emit import JobEmit
 from omniq_workers.flight import Flight, Stop
 from omniq_workers.isolation import Isolation
 from omniq_workers.outage import through_outage
+from omniq_workers.run import Ending, Run
+from omniq_workers.waits import ended, stopped, to_the_end
 
 if TYPE_CHECKING:
     from omniq_workers.stage_io import StageIO
@@ -45,64 +46,6 @@ logger = get_logger(__name__)
 #: Retry delays vary by so much both ways, so that what failed together is not tried together.
 JITTER = 0.5
 TRACEBACK_CHARS = 8000
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """What a run that succeeds returns to Celery, and what follows it."""
-
-    message: str
-    following: Continuation
-
-
-@dataclass(eq=False)
-class Run:
-    """One granted run of one stage."""
-
-    job_id: str
-    stage: str
-    grant: StageGrant
-    flight: Flight
-    unwanted: bool = False
-    lost: bool = False
-    """Released already, because a stage before that streams to it has to run again."""
-    blobs: list[BlobRef] = field(default_factory=list)
-    ending: Ending | None = None
-    """Set once the record has been asked to take the outputs."""
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """Job, stage and fence: who the job store knows this run as."""
-        return self.job_id, self.stage, self.grant.fence
-
-    @property
-    def spec(self) -> JobSpec:
-        """The job's request."""
-        assert self.grant.spec is not None, "a granted run carries the job's specification"
-        return self.grant.spec
-
-    @property
-    def parent(self) -> Parent:
-        """The run's task, as the messages it sends name it."""
-        request = self.flight.delivery.request
-        return Parent(
-            id=self.flight.id,
-            root=request.get("root_id") or self.flight.id,
-            priority=(request.get("delivery_info") or {}).get("priority"),
-        )
-
-    def cancel(self) -> None:
-        """Nobody wants the outcome any more; on the engine loop."""
-        if not self.unwanted:
-            self.unwanted = True
-            if self.flight.future is not None:
-                self.flight.future.cancel()
-
-    def let_go(self) -> None:
-        """The run has been released and is to stop; on the engine loop."""
-        self.lost = True
-        if self.flight.future is not None:
-            self.flight.future.cancel()
 
 
 class StageRunner:
@@ -126,26 +69,35 @@ class StageRunner:
         self._stage, self._engine, self._store, self._io = stage, engine, store, io
         self._windows, self._worker_id, self._dead = windows, worker_id, dead
         self._runs: set[Run] = set()
+        #: Runs that have been released and wait to be by themselves.
+        self._suspects: set[Run] = set()
+        self._announced = Announced()
         self._isolation = Isolation()
 
     # -- cancellation ------------------------------------------------------------------------
 
-    def cancel_job(self, job_id: str, stage: str = "") -> None:
-        """Stop whatever runs here for that job, or for that stage of it."""
-        for run in self._runs:
-            if run.job_id == job_id and stage in ("", run.stage):
+    def cancel_job(self, cancelled: Cancellation) -> None:
+        """Stop what runs, or waits to, here for that job, or for that stage of it."""
+        self._announced.add(cancelled)
+        for run in (*self._runs, *self._suspects):
+            if cancelled.means(*run.key):
                 run.cancel()
+
+    def _enter(self, run: Run, runs: set[Run]) -> None:
+        """The run can be cancelled from now on, and is if that was heard of before its begin."""
+        runs.add(run)
+        if self._announced.means(*run.key):
+            run.cancel()
 
     async def look_for_cancelled(self) -> None:
         """Stop runs whose cancellation was announced while nobody listened."""
-        for run in list(self._runs):
-            try:
-                record = await self._store.get(run.job_id)
-            except JobNotFound:
-                run.cancel()
-                continue
-            given_up = record.stages[run.stage].state is StageState.CANCELLED
-            if record.state is not JobState.RUNNING or given_up:
+        for run in (*self._runs, *self._suspects):
+            found = await self._store.standing(run.job_id, run.stage)
+            if (
+                found is None
+                or found.job != JobState.RUNNING
+                or found.stage == StageState.CANCELLED
+            ):
                 run.cancel()
 
     async def revoked(self, job_id: str, stage: str) -> None:
@@ -153,11 +105,11 @@ class StageRunner:
 
         async def cancel(_: bool) -> None:
             try:
-                found = (await self._store.get(job_id)).stages.get(stage)
-                if found is not None and found.state in (StageState.QUEUED, StageState.RETRYING):
+                found = await self._store.standing(job_id, stage)
+                if found is not None and found.stage in (StageState.QUEUED, StageState.RETRYING):
                     await self._store.cancel(job_id)
             except JobNotFound:
-                pass  # no job of ours
+                pass  # its record has just passed
 
         try:
             await through_outage(cancel)
@@ -179,39 +131,74 @@ class StageRunner:
     async def _deliver(self, job_id: str, stage: str) -> str:
         flight = current_flight.get()
         assert isinstance(flight, Flight)
-        grant = flight.grant or await self._begin(job_id, flight)
-        if not self._is_suspect(flight, grant):
-            return await self._settle(Run(job_id, stage, grant, flight), alone=False)
-        # Not begun while it waits for its turn: the end of another run is none of this one.
-        await self.give_back(job_id, stage, grant)
+        run = Run(job_id, stage, flight.grant or await self._granted(job_id, stage, flight), flight)
+        if not self._is_suspect(run):
+            return await self._settle(run, alone=False)
+        await self._wait_alone(run)
         try:
-            await self._isolation.enter(alone=True)
-        except asyncio.CancelledError:
-            if flight.stopped is Stop.RETURN:
-                raise
-            # Celery has settled its message: recorded as if it had been stopped while it ran.
-            grant = await self._begin(job_id, flight)
-            if grant.verdict is Verdict.RUN:
-                await self._cancelled(Run(job_id, stage, grant, flight))
-            raise
-        try:
-            grant = await self._begin(job_id, flight)
+            grant = await self._granted(job_id, stage, flight)
             return await self._settle(Run(job_id, stage, grant, flight), alone=True)
         finally:
             self._isolation.leave()
 
-    def _is_suspect(self, flight: Flight, grant: StageGrant) -> bool:
+    async def _granted(self, job_id: str, stage: str, flight: Flight) -> StageGrant:
+        """What is to be done. If Celery is told meanwhile to stop the task, the run may have begun
+        all the same: then it is recorded that it has stopped.
+        """
+        begun = asyncio.ensure_future(self._begin(job_id, flight))
+        try:
+            return await asyncio.shield(begun)
+        except asyncio.CancelledError:
+            run = Run(job_id, stage, await to_the_end(begun), flight)
+            if run.grant.verdict is Verdict.RUN:
+                await to_the_end(self._cancelled(run))
+            raise
+
+    def _is_suspect(self, run: Run) -> bool:
         """Whether it may be this run that ends its process again and again: half of its deliveries
         are used up.
 
         Stages that stream wait for each other, and so never to be alone.
         """
         return (
-            grant.verdict is Verdict.RUN
-            and flight.delivery.redelivered
-            and 2 * grant.attempt > self._stage.retry.max_deliveries
+            run.grant.verdict is Verdict.RUN
+            and run.flight.delivery.redelivered
+            and 2 * run.grant.attempt > self._stage.retry.max_deliveries
             and not self._windows.streams_any
         )
+
+    async def _wait_alone(self, run: Run) -> None:
+        """Have a suspect wait until nothing else runs; ``Isolation.leave`` has to follow.
+
+        It has not begun meanwhile: the end of another run is none of this one.
+
+        Raises:
+            DeadlineExceeded: that takes longer than the job may.
+            Ignore: nobody wants it any more.
+        """
+        self._enter(run, self._suspects)
+        try:
+            await to_the_end(self.give_back(run.job_id, run.stage, run.grant))
+            if run.unwanted or run.flight.stopped is not None:
+                raise asyncio.CancelledError
+            await self._wait_for_turn(run, alone=True)
+        except (asyncio.CancelledError, DeadlineExceeded) as exc:
+            if run.unwanted:  # its end is recorded, or that of its job
+                raise Ignore("no longer wanted") from exc
+            if run.flight.stopped is not Stop.RETURN:
+                await to_the_end(self._end_unbegun(run, exc))
+            raise
+        finally:
+            self._suspects.discard(run)
+
+    async def _end_unbegun(self, run: Run, exc: BaseException) -> None:
+        """Record the end of a run that waited, as if it had been going on."""
+        run.grant = await self._begin(run.job_id, run.flight)
+        if run.grant.verdict is not Verdict.RUN:
+            return
+        if isinstance(exc, Exception):
+            raise await self._failed(run, exc)
+        await self._cancelled(run)
 
     async def _settle(self, run: Run, *, alone: bool) -> str:
         """Do what the run was granted, or wants no more.
@@ -227,40 +214,39 @@ class StageRunner:
             raise Ignore(grant.verdict.value)
         if (unreadable := grant.unreadable) is not None:
             at = (job_id, stage, grant.fence, unreadable.to_dict(), traceback_of(unreadable))
-            await through_outage(lambda _: self._store.fail_stage(*at))
+            await to_the_end(through_outage(lambda _: self._store.fail_stage(*at)))
             raise unreadable
-        self._runs.add(run)
+        self._enter(run, self._runs)
         entered = False
         try:
             if not alone:
-                await self._wait_for_turn(run)
+                await self._wait_for_turn(run, alone=False)
                 entered = True
             return await self._run(run)
         except asyncio.CancelledError:
-            if run.ending is not None and await through_outage(lambda _: self._is_recorded(run)):
-                return _succeeded(run, run.ending)  # the cancellation came too late
-            await self._cancelled(run)
+            if (ending := await to_the_end(self._ended_before(run))) is not None:
+                return _succeeded(run, ending)
             raise
         except Exception as exc:  # every outcome is recorded, then raised for Celery
-            raise await self._failed(run, exc) from exc
+            raise await to_the_end(self._failed(run, exc)) from exc
         finally:
             self._runs.discard(run)
             if entered:
                 self._isolation.leave()
 
-    async def _wait_for_turn(self, run: Run) -> None:
-        """Wait until nothing that has to be alone runs.
+    async def _wait_for_turn(self, run: Run, *, alone: bool) -> None:
+        """Wait until nothing that has to be alone runs, or nothing at all.
 
         Raises:
             DeadlineExceeded: that takes longer than the job may.
         """
         try:
             async with asyncio.timeout(await self._seconds_left(run)):
-                await self._isolation.enter(alone=False)
+                await self._isolation.enter(alone=alone)
         except TimeoutError:
+            what = "to be by itself" if alone else "for a run that has to be by itself"
             raise DeadlineExceeded(
-                f"the job's deadline passed while stage {run.stage!r} waited for a run that has to "
-                "be by itself"
+                f"the job's deadline passed while stage {run.stage!r} waited {what}"
             ) from None
 
     async def _seconds_left(self, run: Run) -> float | None:
@@ -299,7 +285,7 @@ class StageRunner:
         ending = run.ending = _ending(run, result)
         if not await through_outage(lambda again: self._finish(run, result, ending, again)):
             logger.info("job %s stage %s: the outcome is no longer wanted", *run.key[:2])
-            await self._io.free(run.blobs)
+            await self._io.drop(run)
             raise Ignore("no longer wanted")
         await win.drained()
         seconds = time.monotonic() - run.flight.started
@@ -327,13 +313,13 @@ class StageRunner:
         work = asyncio.create_task(serve())
         late = left is not None and (limit is None or left < limit)
         try:
-            done = await _ended(work, left if late else limit)
+            done = await ended(work, left if late else limit)
         except asyncio.CancelledError:
-            await _stopped(work, self._stage.stop_limit)
+            await stopped(work, self._stage.stop_limit)
             raise
         if done:
             return work.result()
-        await _stopped(work, self._stage.stop_limit)
+        await stopped(work, self._stage.stop_limit)
         if late:
             raise DeadlineExceeded(f"the job's deadline passed while stage {run.stage!r} ran")
         raise StageTimeout(
@@ -368,14 +354,24 @@ class StageRunner:
         return again and await self._is_recorded(run)
 
     async def _is_recorded(self, run: Run) -> bool:
-        stage = (await self._store.get(run.job_id)).stages[run.stage]
-        return stage.state is StageState.SUCCEEDED and stage.attempts == run.grant.attempt
+        found = await self._store.standing(run.job_id, run.stage)
+        return found is not None and (found.stage, found.attempts) == (
+            StageState.SUCCEEDED,
+            run.grant.attempt,
+        )
 
     # -- other endings -----------------------------------------------------------------------
 
+    async def _ended_before(self, run: Run) -> Ending | None:
+        """How a run has succeeded whose cancellation came too late; else it is recorded."""
+        if run.ending is not None and await through_outage(lambda _: self._is_recorded(run)):
+            return run.ending
+        await self._cancelled(run)
+        return None
+
     async def _cancelled(self, run: Run) -> None:
         """The run has stopped; record why, and raise what Celery shall see, if not the cancel."""
-        await self._io.free(run.blobs)
+        await self._io.drop(run)
         why = run.flight.stopped
         if run.unwanted or why is Stop.REVOKED:
             await through_outage(lambda _: self._store.stop_stage(*run.key))
@@ -399,7 +395,7 @@ class StageRunner:
         """Record a failure; returns what Celery shall see."""
         if isinstance(exc, Ignore | BrokerUnavailable):
             return exc
-        await self._io.free(run.blobs)
+        await self._io.drop(run)
         if isinstance(exc, EngineDead):
             return self._engine_died(run, exc)
         error = exc.to_dict() if isinstance(exc, OmniqError) else _internal(exc)
@@ -431,42 +427,6 @@ class StageRunner:
         policy = self._stage.retry
         delay = min(policy.backoff * 2**retries, policy.backoff_max)
         return delay * random.uniform(1 - JITTER, 1 + JITTER)
-
-
-async def _ended(work: asyncio.Task[StageOutput], seconds: float | None) -> bool:
-    """Wait until a task has ended; False: it has not within so many seconds (None: for ever).
-
-    As ``asyncio.wait`` of one task, with less to do for it.
-    """
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-
-    def end(*_: object) -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    work.add_done_callback(end)
-    timer = None if seconds is None else loop.call_later(seconds, end)
-    try:
-        await ended
-    finally:
-        if timer is not None:
-            timer.cancel()
-        work.remove_done_callback(end)
-    return work.done()
-
-
-async def _stopped(work: asyncio.Task[StageOutput], limit: float) -> None:
-    """Cancel an engine's run and wait until it has really stopped.
-
-    Raises:
-        EngineDead: it did not.
-    """
-    work.cancel()
-    if not await _ended(work, limit):
-        raise EngineDead(f"the engine did not stop a request within {limit:g} s")
-    if not work.cancelled():
-        work.exception()  # retrieved: the outcome of a stopped run is nobody's
 
 
 def _ending(run: Run, result: StageResult) -> Ending:

@@ -34,18 +34,17 @@ if waiting then
 end
 local most = waiting and math.min(tonumber(ARGV[1]), room) or tonumber(ARGV[1])
 
--- The lists go by their order, but after so many messages another than the first has its turn for a
--- single one: of those that hold messages each comes round, so that no priority starves. The place is kept in a string
--- that is written only, or the server would tell of it too: 100 x the next list + messages since.
-local IN_ORDER = 8
+-- The lists go by their order, but see _order.lua. The turn is kept in a string that is written only, or
+-- the server would tell of it too.
 local first, lists, look = 0, #KEYS - 3, {'EXISTS'}
 for i = 4, #KEYS do look[i - 2] = KEYS[i] end
 local waits = redis.call(unpack(look))
 local turns, turn = KEYS[4] .. ':turn', nil
 if waits > 1 and most > 0 then
   turn = redis.pcall('INCRBY', turns, 0)
-  if type(turn) ~= 'number' or turn == 0 then turn = 100 end  -- new; or no memory is left for it
-  if turn % 100 >= IN_ORDER then first, most = math.floor(turn / 100) % lists, 1 end
+  if type(turn) ~= 'number' or turn == 0 then turn = FIRST_TURN end  -- new; or no memory is left for it
+  first = served_first(turn, lists)
+  if is_anothers(turn) then most = 1 end
 end
 local pop, place = {'LMPOP', lists}, {}
 for i = 0, lists - 1 do
@@ -55,12 +54,7 @@ end
 pop[#pop + 1], pop[#pop + 2], pop[#pop + 3] = 'RIGHT', 'COUNT', most
 local popped = waits > 0 and most > 0 and redis.call(unpack(pop))
 if popped and turn then
-  if turn % 100 >= IN_ORDER then
-    turn = 100 * (place[popped[1]] % (lists - 1) + 1)
-  else
-    turn = turn - turn % 100 + math.min(99, turn % 100 + #popped[2])
-  end
-  redis.call('SET', turns, turn, 'PX', 3600000)
+  redis.call('SET', turns, turn_after(turn, place[popped[1]], #popped[2], lists), 'PX', 3600000)
 end
 local taken, tags, records, bad = {0, 0, '', 0}, {}, {}, 0
 if popped then

@@ -19,9 +19,17 @@ from typing import Any
 import hiredis
 from redis.exceptions import ConnectionError, InvalidResponse, ResponseError, TimeoutError
 
+from omniq.jobs.scripts import FOLDER
+
 #: Most of what was set aside that is kept, the newest.
 SET_ASIDE = 1000
-SOURCE = f"local SET_ASIDE = {SET_ASIDE}\n" + (Path(__file__).parent / "take.lua").read_text()
+SOURCE = "\n".join(
+    (
+        f"local SET_ASIDE = {SET_ASIDE}",
+        (FOLDER / "_order.lua").read_text(),
+        (Path(__file__).parent / "take.lua").read_text(),
+    )
+)
 DIGEST = hashlib.sha1(SOURCE.encode(), usedforsecurity=False).hexdigest()
 RECEIVE = 1 << 18
 #: Most messages taken at once, and which part of the room a worker has: the rest is for others.

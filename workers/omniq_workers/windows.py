@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
     from omniq_workers.emit import JobEmit
     from omniq_workers.pieces import Pieces
+    from omniq_workers.run import Run
     from omniq_workers.stage_io import StageIO
-    from omniq_workers.stage_run import Run
 
 logger = get_logger(__name__)
 

@@ -12,8 +12,9 @@ from omniq.config.served import ServedModel
 from omniq.errors import InvalidRequest
 from omniq.jobs.model import JobRecord, JobState
 from omniq.settings import get_settings
-from omniq_api.openai_compat.faults import SERVER, OpenAIError
+from omniq_api.openai_compat.faults import OpenAIError
 from omniq_api.openai_compat.mapping import Submission, refused
+from omniq_api.openai_error import SERVER
 
 FAILED_STATUS = {JobState.FAILED: 500, JobState.CANCELLED: 409, JobState.EXPIRED: 504}
 CHAT, COMPLETION = "chat.completion", "text_completion"
@@ -55,7 +56,8 @@ def failure(record: JobRecord, submission: Submission) -> OpenAIError:
     message = str(error.get("message") or f"the job was {record.state}")
     if error.get("code") == InvalidRequest.code:
         # What only the engine could find wrong with the request is still the request's fault.
-        return refused(message, (error.get("details") or {}).get("fields") or [], submission)
+        fields = (error.get("details") or {}).get("fields") or []
+        return refused(message, fields, submission, InvalidRequest.code)
     return OpenAIError(
         FAILED_STATUS[record.state], message, kind=SERVER, code=str(error.get("code") or "") or None
     )

@@ -9,10 +9,11 @@ from typing import Any
 from omniq.config.served import ServedModel
 from omniq.jobs.model import JobRecord
 from omniq.settings import get_settings
-from omniq_api.openai_compat.faults import SERVER, OpenAIError
+from omniq_api.openai_compat.faults import OpenAIError
 from omniq_api.openai_compat.mapping import unable
 from omniq_api.openai_compat.schemas import ChatRequest
 from omniq_api.openai_compat.sound_stream import SoundPiece, check_writable
+from omniq_api.openai_error import SERVER
 from omniq_api.services import Services
 
 PCM = "pcm16"

@@ -12,13 +12,16 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from omniq.errors import OmniqError
-from omniq_api.problems import http_problem, incident, omniq_problem, validation_problem
+from omniq.errors import InvalidRequest, OmniqError
+from omniq_api.openai_error import INVALID, SERVER, TOO_MANY, error_body
+from omniq_api.problems import (
+    http_problem,
+    incident,
+    omniq_problem,
+    validation_problem,
+)
 from omniq_api.strict_json import StrictJSONRoute
 
-INVALID = "invalid_request_error"
-SERVER = "server_error"
-TOO_MANY = "rate_limit_error"
 SERVICES = "omniq.services"
 """In the ASGI scope: the services of a request that has its own."""
 #: Status codes with which a route that runs jobs may answer.
@@ -61,14 +64,9 @@ class OpenAIError(HTTPException):
         param: str | None = None,
     ) -> None:
         super().__init__(status, message)
+        if code is None and status == 400:
+            code = InvalidRequest.code
         self.body = error_body(message, kind or _kind(status), code=code, param=param)
-
-
-def error_body(
-    message: str, kind: str, *, code: str | None = None, param: str | None = None
-) -> dict[str, Any]:
-    """The document itself."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def _kind(status: int) -> str:

@@ -8,8 +8,9 @@ from contextlib import aclosing
 from omniq.jobs.model import JobEvent, JobRecord, JobState
 from omniq.settings import get_settings
 from omniq_api.openai_compat import answers
-from omniq_api.openai_compat.faults import SERVER, OpenAIError
+from omniq_api.openai_compat.faults import OpenAIError
 from omniq_api.openai_compat.mapping import Submission
+from omniq_api.openai_error import SERVER
 from omniq_api.revocation import KeyRevoked
 from omniq_api.services import Services
 

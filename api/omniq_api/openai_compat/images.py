@@ -21,10 +21,11 @@ from omniq.jobs.model import ArtifactInfo, JobRecord
 from omniq.submit import fetch_input
 from omniq_api.openai_compat import image_mapping, mapping, running
 from omniq_api.openai_compat.answer_models import Pictures, answer
-from omniq_api.openai_compat.faults import FAULTS, SERVER, OpenAIError, OpenAIRoute, responses
+from omniq_api.openai_compat.faults import FAULTS, OpenAIError, OpenAIRoute, responses
 from omniq_api.openai_compat.image_form import ImageFormRoute
 from omniq_api.openai_compat.mapping import Submission
 from omniq_api.openai_compat.schemas import ImageEditRequest, ImageRequest
+from omniq_api.openai_error import SERVER
 from omniq_api.schemas import artifact_url, job_urls
 from omniq_api.services import Live, Services, idempotent
 from omniq_api.strict_json import FORM

@@ -126,16 +126,19 @@ def of_embedding(body: EmbeddingRequest, model: ServedModel) -> list[Submission]
 
 def in_openai_terms(exc: InvalidRequest, submission: Submission) -> OpenAIError:
     """A job that was refused, before it ran or by its engine, as the client's own field."""
-    return refused(exc.message, exc.fields, submission)
+    return refused(exc.message, exc.fields, submission, exc.code)
 
 
-def refused(message: str, fields: list[dict[str, str]], submission: Submission) -> OpenAIError:
+def refused(
+    message: str, fields: list[dict[str, str]], submission: Submission, code: str
+) -> OpenAIError:
     """400 for faulty job fields; ``param`` is the first one, as OpenAI calls it."""
     if not fields:
-        return OpenAIError(400, message)
+        return OpenAIError(400, message, code=code)
     faults = [(submission.names.get(f["field"]) or _bare(f["field"]), f["message"]) for f in fields]
-    text = "; ".join(f"{name}: {fault}" for name, fault in faults)
-    return OpenAIError(400, text, param=faults[0][0])
+    # One field may be several of the job's: a size is width and height.
+    text = "; ".join(dict.fromkeys(f"{name}: {fault}" for name, fault in faults))
+    return OpenAIError(400, text, param=faults[0][0], code=code)
 
 
 def _bare(job_field: str) -> str:

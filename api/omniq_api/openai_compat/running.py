@@ -14,8 +14,9 @@ from omniq.jobs.admission import Share
 from omniq.jobs.model import JobRecord, JobState
 from omniq.submit import submit
 from omniq_api.openai_compat import answers, mapping
-from omniq_api.openai_compat.faults import SERVER, OpenAIError
+from omniq_api.openai_compat.faults import OpenAIError
 from omniq_api.openai_compat.mapping import Submission
+from omniq_api.openai_error import SERVER
 from omniq_api.services import Services
 from omniq_api.waiting import ClientGone, give_up, unless_gone
 

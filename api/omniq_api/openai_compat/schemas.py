@@ -22,6 +22,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from omniq.settings import get_settings
+from omniq_api.schemas import MAX_METADATA, MetadataKey, MetadataValue
 
 MAX_PROMPTS = 256
 MAX_PICTURES = 16
@@ -203,7 +204,7 @@ class ChatRequest(_Generation):
     )
     parallel_tool_calls: bool | None = Field(None, strict=True)
     store: Literal[False] | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16)
+    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=MAX_METADATA)
 
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> ChatRequest:
@@ -279,7 +280,7 @@ class ImageRequest(_Body):
     n: int | None = Field(None, ge=1, le=10, strict=True, description="Pictures.")
     size: str | None = Field(
         None,
-        pattern=r"^(auto|[1-9]\d{0,4}x[1-9]\d{0,4})$",
+        pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$",
         description="`WIDTHxHEIGHT` in pixels; `auto`: the pipeline's own.",
     )
     response_format: Literal["b64_json", "url"] | None = Field(

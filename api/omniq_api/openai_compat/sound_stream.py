@@ -14,9 +14,10 @@ import numpy as np
 
 from omniq.config.served import ServedModel
 from omniq.jobs.model import JobEvent, JobRecord
-from omniq_api.openai_compat.faults import SERVER, OpenAIError
+from omniq_api.openai_compat.faults import OpenAIError
 from omniq_api.openai_compat.following import followed
 from omniq_api.openai_compat.mapping import Submission
+from omniq_api.openai_error import SERVER
 from omniq_api.services import Services
 
 Integers = np.ndarray[Any, np.dtype[np.int16]]

@@ -12,10 +12,11 @@ from omniq.config.served import ServedModel
 from omniq.jobs.model import JobEvent, JobRecord
 from omniq.settings import get_settings
 from omniq_api.openai_compat import answers, chat_audio
-from omniq_api.openai_compat.faults import SERVER, OpenAIError
+from omniq_api.openai_compat.faults import OpenAIError
 from omniq_api.openai_compat.following import followed
 from omniq_api.openai_compat.mapping import Submission
 from omniq_api.openai_compat.sound_stream import SoundPiece, SpokenJob
+from omniq_api.openai_error import SERVER
 from omniq_api.services import Services
 
 #: Outputs of a stage that grow by text, and the field of a chat's delta each one is.

@@ -15,7 +15,8 @@ from starlette.types import Receive, Scope, Send
 from omniq.errors import BrokerUnavailable, JobNotFound
 from omniq.jobs.model import JobRecord
 from omniq_api.openai_compat import running
-from omniq_api.openai_compat.faults import SERVER, OpenAIError, error_body
+from omniq_api.openai_compat.faults import OpenAIError
+from omniq_api.openai_error import SERVER, error_body
 from omniq_api.services import Services
 from omniq_api.waiting import ClientGone, give_up, unless_gone
 

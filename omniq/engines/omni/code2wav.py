@@ -132,8 +132,12 @@ class _Windows(Utterance):
         self._lengths = growing(engine.first, engine.window)
         self._next = next(self._lengths)
 
-    def sounds(self, *, ended: bool) -> Iterator[torch.Tensor]:
+    def sounds(self, *, ended: bool) -> Iterator[torch.Tensor] | None:
         """See :class:`Utterance`."""
+        left = len(self.codes) - self._begin
+        return self._said(ended) if left >= self._next or (ended and left) else None
+
+    def _said(self, ended: bool) -> Iterator[torch.Tensor]:
         engine = self._engine
         while (left := len(self.codes) - self._begin) >= self._next or (ended and left):
             if self.cancel.is_set():

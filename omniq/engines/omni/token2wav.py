@@ -3,45 +3,36 @@
 from __future__ import annotations
 
 import math
-import threading
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from omniq.config import OmniStageConfig
 from omniq.engines.base import Cancelled, NullEmit, StageInput, StageRequest
 from omniq.engines.faults import engine_faults
 from omniq.engines.inputs import refuse_input
 from omniq.engines.loading import check_engine_args, loading, part_folder, whole_arg
+from omniq.engines.omni.flow import Flow, Past, Stretch, integrate
 from omniq.engines.omni.speakers import Speakers
 from omniq.engines.omni.vocoder import Utterance, VocoderEngine
 from omniq.engines.omni.weights import part_of
 from omniq.engines.omni.windows import Overlap, Sizes, Window, Windows
 from omniq.engines.seeds import seeded_generator
-from omniq.errors import ConfigError
+from omniq.errors import ConfigError, InvalidRequest
 
 NUM_STEPS, GUIDANCE_SCALE, SWAY_COEFFICIENT = 10, 0.5, -1.0
-#: Of Qwen's own streaming code: blocks of the DiT's attention in a window, before it and behind it,
-#: and frames of the vocoder's overlap.
-BLOCKS, BLOCKS_BEFORE, BLOCKS_BEHIND, OVERLAP = 3, 2, 1, 20
+#: Of Qwen's own streaming code: blocks of the DiT's attention in a window and behind it, and frames
+#: of the vocoder's overlap.
+BLOCKS, BLOCKS_BEHIND, OVERLAP = 3, 1, 20
 #: Of the first window. A shorter one is heard sooner, but its sound ends long before the next.
 FIRST_BLOCKS = BLOCKS
 SAMPLE_RATE = 24_000
 WARMUP_CODES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Flow:
-    """Parameters of one utterance."""
-
-    cond: torch.Tensor
-    """[1, d]."""
-    voice: torch.Tensor
-    """[2, d]: the encoded reference of the voice, and that of none."""
-    num_steps: int
-    guidance_scale: float
-    sway_coefficient: float
+#: Most that is kept for a stream (:class:`~omniq.engines.omni.flow.Past`).
+PAST_BYTES = 256 * 2**20
 
 
 class Token2WavEngine(VocoderEngine):
@@ -52,19 +43,24 @@ class Token2WavEngine(VocoderEngine):
     ``num_steps``, ``guidance_scale``, ``sway_coefficient``.
 
     A request that nobody streams is decoded as a whole, as transformers does it. For one that is
-    streamed, codes are decoded by windows while they come, as in the model's own streaming code:
-    ``window_blocks`` blocks of the DiT's attention (24 frames of 10 ms each) at once, the first
-    time ``first_blocks``, with ``past_blocks`` and ``future_blocks`` beside them; sound of the last
-    ``overlap`` frames waits for what follows. Every frame starts from the noise that it has in the
-    whole run. Each step of the solver looks a block further than the one before, so the windows are
-    an approximation; an utterance of one window is exact.
+    streamed, codes are decoded by windows while they come: ``window_blocks`` blocks of the DiT's
+    attention (24 frames of 10 ms each) at once, the first time ``first_blocks``, with
+    ``future_blocks`` behind them; sound of the last ``overlap`` frames waits for what follows.
+    Every frame starts from the noise that it has in the whole run. What a window has to know of the
+    frames before it is kept (:class:`~omniq.engines.omni.flow.Past`). Each evaluation of the solver
+    looks a block further ahead than the one before, so the windows are an approximation; an
+    utterance of one window is exact.
 
-    Engine arguments: ``first_blocks``, ``window_blocks``, ``past_blocks``, ``future_blocks``,
-    ``overlap``.
+    Engine arguments: ``first_blocks``, ``window_blocks``, ``future_blocks``, ``overlap``.
     """
 
     name = "omni-token2wav"
     sample_rate = SAMPLE_RATE
+
+    def __init__(self, stage: OmniStageConfig, device: str = "cpu") -> None:
+        super().__init__(stage, device)
+        self.waiting: dict[_Utterance, None] = {}
+        """Streams of which a window can be decoded, in the order of their asking."""
 
     async def load(self) -> None:
         """Load DiT, vocoder and voices.
@@ -83,7 +79,6 @@ class Token2WavEngine(VocoderEngine):
         defaults = {
             "first_blocks": FIRST_BLOCKS,
             "window_blocks": BLOCKS,
-            "past_blocks": BLOCKS_BEFORE,
             "future_blocks": BLOCKS_BEHIND,
             "overlap": OVERLAP,
         }
@@ -114,7 +109,6 @@ class Token2WavEngine(VocoderEngine):
         self.sizes = Sizes(
             first=args["first_blocks"] * block,
             chunk=args["window_blocks"] * block,
-            past=args["past_blocks"] * block,
             future=args["future_blocks"] * block,
             overlap=args["overlap"],
         )
@@ -171,18 +165,48 @@ class Token2WavEngine(VocoderEngine):
             float(given.get("sway_coefficient", SWAY_COEFFICIENT)),
         )
 
+    def check_past(self, flow: Flow) -> None:
+        """Whether a stream of these parameters keeps little enough.
+
+        Raises:
+            InvalidRequest: it does not.
+        """
+        size = Past.nbytes(self._dit, flow)
+        if size > PAST_BYTES:
+            most = 1 + (flow.num_steps - 1) * PAST_BYTES // size
+            message = f"must be at most {most} for a stream, is {flow.num_steps}"
+            raise InvalidRequest(
+                f"parameters.num_steps: {message}",
+                fields=[{"field": "parameters.num_steps", "message": message}],
+            )
+
+    def known(self, codes: torch.Tensor) -> torch.Tensor:
+        """``codes`` on the device; the talker's vocabulary is larger than the codebook, and Qwen's
+        code takes 0 for the rest.
+        """
+        codes = codes.to(self.device)
+        return codes.masked_fill(codes >= self._dit.text_embed.codec_embed.num_embeddings, 0)
+
     @torch.no_grad()
-    def mel(
-        self, codes: torch.Tensor, noise: torch.Tensor, flow: Flow, cancel: threading.Event
-    ) -> torch.Tensor:
-        """The spectrogram [frames, mel] of ``codes`` [n], from ``noise`` [frames, mel]."""
-        with engine_faults(f"stage {self.stage.stage_id!r}"):
-            codes = codes.to(self.device)
-            # The talker's vocabulary is larger than the codebook; Qwen's code takes 0 for the rest.
-            known = self._dit.text_embed.codec_embed.num_embeddings
-            codes = codes.masked_fill(codes >= known, 0)
-            made = integrate(self._dit, codes[None], noise[None].to(self.device), flow, cancel)
-            return made[0].cpu()
+    def decode(self, first: _Utterance) -> None:
+        """The next window of ``first``, and at once that of each stream that waits for the model
+        thread and whose flow takes the same steps. What fails is the fault of all of them.
+        """
+        others = [other for other in list(self.waiting) if other.joins(first)]
+        batch, begun = [first, *others], time.perf_counter()
+        try:
+            with engine_faults(f"stage {self.stage.stage_id!r}"):
+                mels = integrate(self._dit, [utterance.stretch() for utterance in batch])
+                for utterance, mel in zip(batch, mels, strict=True):
+                    utterance.take(mel.cpu())
+        except Exception as exc:
+            for other in others:
+                other.fault = exc
+            raise
+        share = (time.perf_counter() - begun) / len(batch)
+        for other in others:
+            other.borrowed += share
+            first.borrowed -= share
 
     @torch.no_grad()
     def sound(self, mel: torch.Tensor) -> torch.Tensor:
@@ -193,7 +217,10 @@ class Token2WavEngine(VocoderEngine):
 
 
 class _Utterance(Utterance):
-    """Codes to spectrogram to sound, window after window."""
+    """Codes to spectrogram to sound, window after window.
+
+    While it waits for the model thread, another's turn may decode its next window.
+    """
 
     def __init__(self, engine: Token2WavEngine, request: StageRequest) -> None:
         super().__init__(1)
@@ -201,38 +228,110 @@ class _Utterance(Utterance):
         self._windows = Windows(engine.sizes)
         self._overlap = Overlap(engine.sizes.overlap)
         self._stream = request.stream
+        self._past: Past | None = None
+        if request.stream:
+            engine.check_past(self._flow)
+            self._past = Past()
         # Frame by frame it gives the same numbers as all at once.
         self._noise: torch.Tensor | None = None
         self._generator = seeded_generator(request.params.get("seed"))
         self._mel: torch.Tensor | None = None
+        self._todo: deque[Window] = deque()
+        self._decoded: deque[Window] = deque()
+        self.fault: Exception | None = None
+        """What the turn that decoded its window failed with."""
 
-    def sounds(self, *, ended: bool) -> Iterator[torch.Tensor]:
+    def push(self, codes: torch.Tensor) -> None:
+        """See :class:`Utterance`; the windows of a stream can be decoded from now on."""
+        super().push(codes)
+        if self._stream:
+            self._add(self._windows, ended=False)
+
+    def sounds(self, *, ended: bool) -> Iterator[torch.Tensor] | None:
         """See :class:`Utterance`."""
-        frames = len(self.codes) * self._engine.repeats
-        windows = self._windows
-        if not self._stream:  # all at once
-            if frames > self._engine.most_frames:
-                most = self._engine.most_frames // self._engine.repeats
+        if ended and self._stream:
+            self._add(self._windows, ended=True)
+        elif ended:  # all at once
+            most = self._engine.most_frames // self._engine.repeats
+            if len(self.codes) > most:
                 refuse_input("codes", f"must be at most {most} at once, are {len(self.codes)}")
-            windows = Windows(Sizes(max(frames, 1), 0, 0, 0))
-        for window in windows.ready(frames, ended=ended):
-            self._decode(window)
-            yield from self._sound(ended=ended and window.end == frames)
-        if ended:  # where no window was left
-            yield from self._sound(ended=True)
+            self._add(Windows(Sizes(max(self._frames, 1), 0, 0)), ended=True)
+        if not ended and not self._todo and not self._decoded:
+            return None
+        return self._said(self._frames if ended else None)
 
-    def _decode(self, window: Window) -> None:
-        """More of the spectrogram."""
-        engine = self._engine
-        codes = self.codes[window.start // engine.repeats : window.stop // engine.repeats]
-        noise = self._noise_to(window.stop)[window.start :]
-        made = engine.mel(codes, noise, self._flow, self.cancel)
-        new = made[window.begin - window.start : window.end - window.start]
+    @property
+    def _frames(self) -> int:
+        return len(self.codes) * self._engine.repeats
+
+    def _add(self, windows: Windows, *, ended: bool) -> None:
+        self._todo += windows.ready(self._frames, ended=ended)
+        if self._todo and self._stream:
+            self._engine.waiting[self] = None
+
+    def close(self) -> None:
+        """See :class:`Utterance`."""
+        super().close()
+        self._engine.waiting.pop(self, None)
+        self._past = None
+
+    # -- on the model thread -----------------------------------------------------------------
+
+    def _said(self, end: int | None) -> Iterator[torch.Tensor]:
+        """The sound of each window; ``end``: the last frame, None if more will come."""
+        while self._todo or self._decoded:
+            if not self._decoded:
+                self._check_wanted()
+                self._engine.decode(self)
+            self._check_wanted()
+            window = self._decoded.popleft()
+            yield from self._sound(window.end, ended=window.end == end)
+        if end is not None:  # where no window was left
+            yield from self._sound(end, ended=True)
+
+    def _check_wanted(self) -> None:
+        if self.cancel.is_set():
+            raise Cancelled("nobody wants this run's outcome")
+        if self.fault is not None:
+            raise self.fault
+
+    def joins(self, other: _Utterance) -> bool:
+        """Whether the next window may be decoded in a turn of ``other``: one at a time, as who
+        does not take what was made for it gets no more.
+        """
+        mine, its = self._flow, other._flow
+        return (
+            self is not other
+            and other._stream
+            and bool(self._todo)
+            and not self._decoded
+            and not self.cancel.is_set()
+            and self.fault is None
+            and (mine.num_steps, mine.sway_coefficient, mine.rows)
+            == (its.num_steps, its.sway_coefficient, its.rows)
+        )
+
+    def stretch(self) -> Stretch:
+        """The next window."""
+        engine, window = self._engine, self._todo[0]
+        codes = self.codes[window.begin // engine.repeats : window.stop // engine.repeats]
+        noise = self._noise_to(window.stop)[window.begin :]
+        return Stretch(
+            engine.known(codes), noise.to(engine.device), self._flow, window.begin,
+            self._past, 0 if window.rest else window.end, self.cancel,
+        )  # fmt: skip
+
+    def take(self, mel: torch.Tensor) -> None:
+        """The spectrogram [frames, mel] of :meth:`stretch`."""
+        window = self._todo.popleft()
+        if not self._todo:
+            self._engine.waiting.pop(self, None)
+        new = mel[: window.end - window.begin]
         self._mel = new if self._mel is None else torch.cat([self._mel, new])
+        self._decoded.append(window)
 
-    def _sound(self, *, ended: bool) -> Iterator[torch.Tensor]:
-        """What the spectrogram gives that has not been heard."""
-        known = 0 if self._mel is None else len(self._mel)
+    def _sound(self, known: int, *, ended: bool) -> Iterator[torch.Tensor]:
+        """What ``known`` frames of the spectrogram give that has not been heard."""
         part = self._overlap.ready(known, ended=ended)
         if part is not None and self._mel is not None:
             wave = self._engine.sound(self._mel[part.start : part.stop])
@@ -247,50 +346,3 @@ class _Utterance(Utterance):
             self._noise = more if self._noise is None else torch.cat([self._noise, more])
         assert self._noise is not None, "there are frames"
         return self._noise[:frames]
-
-
-def integrate(
-    dit: Any, codes: torch.Tensor, noise: torch.Tensor, flow: Flow, cancel: threading.Event
-) -> torch.Tensor:
-    """``Qwen2_5OmniToken2WavDiTModel.sample`` from given noise: [rows, frames, mel].
-
-    Args:
-        dit: the model, without its encoder of voices.
-        codes: int64 [rows, n].
-        noise: [rows, frames, mel].
-        flow: parameters.
-        cancel: set when nobody wants the outcome; looked at in each step.
-    """
-    from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import (  # noqa: PLC0415
-        RungeKutta4ODESolver,
-    )
-
-    rows = len(codes)
-    guided = flow.guidance_scale >= 1e-5
-    cond = flow.cond[:, None].expand(rows, noise.shape[1], -1)
-    voice = flow.voice[:1].expand(rows, -1)
-    if guided:  # behind each other: with the codes and the speaker, and without
-        codes = torch.cat([codes, torch.zeros_like(codes)])
-        cond = torch.cat([cond, torch.zeros_like(cond)])
-        voice = torch.cat([voice, flow.voice[1:].expand(rows, -1)])
-
-    def velocity(at: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        if cancel.is_set():
-            raise Cancelled("nobody wants this run's outcome")
-        made: torch.Tensor = dit(
-            hidden_states=torch.cat([state, state]) if guided else state,
-            speaker_embedding=cond,
-            condition_vector=voice,
-            quantized_code=codes,
-            time_step=at,
-            apply_cfg=False,
-        )
-        if not guided:
-            return made
-        with_codes, without = made.chunk(2)
-        return with_codes + (with_codes - without) * flow.guidance_scale
-
-    times = torch.linspace(0, 1, flow.num_steps, device=codes.device, dtype=cond.dtype)
-    times += flow.sway_coefficient * (torch.cos(torch.pi / 2 * times) - 1 + times)
-    solution: torch.Tensor = RungeKutta4ODESolver(velocity, noise).integrate(times)[-1]
-    return solution

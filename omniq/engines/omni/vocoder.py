@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import asyncio
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -14,14 +15,17 @@ from omniq.engines.inputs import codes_input, refuse_input
 
 
 class Utterance(abc.ABC):
-    """One utterance in progress; on the model thread but for :meth:`push`.
+    """One utterance in progress.
 
     Attributes:
         cancel: set when nobody wants it any more.
+        borrowed: seconds that others' turns on the model thread computed for it, less those that
+            its own turns computed for others.
     """
 
     def __init__(self, groups: int) -> None:
         self.cancel = threading.Event()
+        self.borrowed = 0.0
         self._groups = groups
         self.codes = torch.zeros((0, groups) if groups > 1 else 0, dtype=torch.int64)
 
@@ -37,8 +41,16 @@ class Utterance(abc.ABC):
         self.codes = torch.cat([self.codes, codes.to("cpu", torch.int64)])
 
     @abc.abstractmethod
-    def sounds(self, *, ended: bool) -> Iterator[torch.Tensor]:
-        """What can be heard now that could not before: float32 [samples] each, in order."""
+    def sounds(self, *, ended: bool) -> Iterator[torch.Tensor] | None:
+        """What can be heard now that could not before: float32 [samples] each, in order.
+
+        Called on the loop and gone through on the model thread, while more codes may come. None:
+        there is nothing to compute.
+        """
+
+    def close(self) -> None:
+        """Nobody asks for more; what was kept for it goes."""
+        self.cancel.set()
 
 
 class VocoderEngine(Engine):
@@ -68,6 +80,8 @@ class VocoderEngine(Engine):
         async def say(*, ended: bool) -> None:
             nonlocal first
             sounds = utterance.sounds(ended=ended)
+            if sounds is None:  # no turn on the model thread, which others keep busy
+                return
 
             def compute() -> torch.Tensor | None:  # not how long it waits for others' windows
                 nonlocal busy
@@ -83,11 +97,30 @@ class VocoderEngine(Engine):
                 if request.stream:
                     await emit.achunk("audio", tensors={"audio": sound})
 
-        async for codes in codes_input(inputs):
-            utterance.push(codes)
-            if request.stream:
-                await say(ended=False)
-        await say(ended=True)
+        news = asyncio.Event()
+
+        async def read() -> None:  # also while windows are computed
+            async for codes in codes_input(inputs):
+                utterance.push(codes)
+                news.set()
+
+        reading = asyncio.create_task(read())
+        reading.add_done_callback(lambda _: news.set())
+        try:
+            read_all = False
+            while not read_all:
+                await news.wait()
+                news.clear()
+                read_all = reading.done()
+                if request.stream:  # before the end is: its packets do not depend on the time
+                    await say(ended=False)
+            await reading
+            await say(ended=True)
+        finally:
+            reading.cancel()
+            utterance.close()
+            await asyncio.gather(reading, return_exceptions=True)
+        busy += utterance.borrowed
         audio = torch.cat(said) if said else torch.zeros(self.silence)
         length = sum(map(len, said)) / self.sample_rate
         metrics: dict[str, float | int] = {

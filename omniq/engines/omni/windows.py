@@ -1,8 +1,8 @@
 """Decoding speech by windows while its codes are still made.
 
-Sizes are in frames of the mel spectrogram. A window is ``chunk`` new frames with ``past`` frames
-before and ``future`` frames behind them for the model to look at; sound of the last ``overlap``
-frames is held back until what follows them is known, as the vocoder's filters reach that far.
+Sizes are in frames of the mel spectrogram. A window is ``chunk`` new frames with ``future`` frames
+behind them for the model to look at; sound of the last ``overlap`` frames is held back until what
+follows them is known, as the vocoder's filters reach that far.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ def growing(first: int, most: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Frames ``start`` to ``stop`` go in; of what comes out, ``begin`` to ``end`` are new."""
+    """Frames ``begin`` to ``stop`` go in; of what comes out, those to ``end`` are taken."""
 
-    start: int
-    stop: int
     begin: int
     end: int
+    stop: int
+    rest: bool = False
+    """Whether it is what the end has left over; nothing follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,6 @@ class Sizes:
     """See the module."""
 
     chunk: int
-    past: int
     future: int
     overlap: int
     first: int | None = None
@@ -67,10 +67,10 @@ class Windows:
         sizes = self._sizes
         while known >= self._begin + self._next + sizes.future:
             end = self._begin + self._next
-            yield Window(max(self._begin - sizes.past, 0), end + sizes.future, self._begin, end)
+            yield Window(self._begin, end, end + sizes.future)
             self._begin, self._next = end, next(self._lengths)
         if ended and known > self._begin:
-            yield Window(max(self._begin - sizes.past, 0), known, self._begin, known)
+            yield Window(self._begin, known, known, rest=True)
             self._begin = known
 
 

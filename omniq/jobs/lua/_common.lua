@@ -103,6 +103,7 @@ end
 -- by their host's garbage list. What lies on HOST, that of the caller, is also noted in FREED: the
 -- caller frees it at once and says so the next time.
 local HOST, FREED = '', {}
+local MOST_FREED = 1000  -- Lua returns no more than 8,000 values; the rest is on the list
 local CHUNK_BYTES = 4194304  -- as in omniq/blobs/redis_frame.py
 local function garbage(host) return PREFIX .. 'garbage:' .. host end
 local function free_blob(json)
@@ -119,7 +120,7 @@ local function free_blob(json)
     -- Nobody works off the list of a host that is gone; one that lives frees its own blobs of ended
     -- jobs without the list too.
     redis.call('PEXPIRE', garbage(ref.host), RETENTION)
-    if ref.host == HOST then FREED[#FREED + 1] = json end
+    if ref.host == HOST and #FREED < MOST_FREED then FREED[#FREED + 1] = json end
   end
 end
 
@@ -209,11 +210,19 @@ local function without()
   return '{"partial":true,"missing":{' .. table.concat(missing, ',') .. '}}'
 end
 
+-- A stage will not go on. A run of it stops, also one that has not begun because it waits to be by
+-- itself (Isolation in workers/omniq_workers): who has them hears of it, and up to which fence.
+local function give_up(stage)
+  local fence = sget(stage, 'fence')
+  sset(stage, 'state', 'cancelled')
+  if fence then redis.call('PUBLISH', PREFIX .. 'cancel', job_id() .. ' ' .. stage .. ' ' .. fence) end
+end
+
 -- The only way into a final state.
 local function finalise(state, err)
   for _, s in ipairs(stages()) do
     local st = sget(s, 'state')
-    if st ~= 'succeeded' and st ~= 'failed' then sset(s, 'state', 'cancelled') end
+    if st ~= 'succeeded' and st ~= 'failed' and st ~= 'cancelled' then give_up(s) end
   end
   set('state', state, 'finished', now())
   fetch('dead', 'died', 'partial')
@@ -257,4 +266,10 @@ local function finalise(state, err)
   redis.call('PEXPIRE', EVENTS, retention)
   if dead then redis.call('PEXPIRE', BLOBS, retention) end
   give_up_place()
+end
+
+-- A run of a job that is being cancelled is over, however it ended; the job is with the last one.
+local function end_cancelled(stage)
+  set(stage .. '|state', 'cancelled', stage .. '|finished', now())
+  if not any_stage('running') then finalise('cancelled') end
 end

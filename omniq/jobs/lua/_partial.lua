@@ -66,9 +66,7 @@ local function go_on_without(lost, err)
     if needed[s] then
       rest = rest or sget(s, 'state') ~= 'succeeded'
     elseif not is_over(s) then
-      local ran = sget(s, 'state') == 'running'
-      sset(s, 'state', 'cancelled')
-      if ran then redis.call('PUBLISH', PREFIX .. 'cancel', job_id() .. ' ' .. s) end
+      give_up(s)
     end
   end
   if rest then free_unread(stages()) else finalise('succeeded') end

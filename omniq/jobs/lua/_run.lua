@@ -41,8 +41,7 @@ local function begin_run(stage, worker, redelivered, most)
 
   if state == 'cancelling' and st == 'running' and redelivered == '1' then
     -- Its run died before it could say that it stopped.
-    sset(stage, 'state', 'cancelled')
-    if not any_stage('running') then finalise('cancelled') end
+    end_cancelled(stage)
     return {'stop', fence, 0, '', '{}', get('state')}
   end
   if FINAL[state] or state == 'cancelling' then return {'stop', fence, 0, '', '{}', state} end
@@ -73,7 +72,10 @@ local function begin_run(stage, worker, redelivered, most)
     return {'stop', fence, 0, '', '{}', get('state')}
   end
 
-  fence = fence + 1
+  -- Grows with time besides: a server that has come back without its newest writes hands out none that a
+  -- run has already.
+  local older = sget(stage, 'fence')
+  fence = string.format('%.0f', math.max(fence + 1, math.floor(tonumber(now()) * 1000)))
   local attempt = tonumber(sget(stage, 'attempts') or '0') + 1
   local t = now()
   local record = {stage .. '|state', 'running', stage .. '|fence', fence, stage .. '|worker', worker,
@@ -84,7 +86,7 @@ local function begin_run(stage, worker, redelivered, most)
     event('job.started')
   end
   set(unpack(record))
-  if fence > 1 then redis.call('HDEL', JOB, stage .. '|step', stage .. '|total', stage .. '|error') end
+  if older then redis.call('HDEL', JOB, stage .. '|step', stage .. '|total', stage .. '|error') end
   event('stage.started', stage, cjson.encode({attempt = attempt, worker = worker}))
   return {'run', fence, attempt, spec, '{' .. table.concat(outputs, ',') .. '}', 'running'}
 end

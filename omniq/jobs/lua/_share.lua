@@ -176,7 +176,6 @@ end
 local function pen(pipeline, part) return PREFIX .. 'pen:' .. pipeline .. (part and WINDOW .. part or '') end
 local LEVELS = 10
 local PRIORITY_MARK = '\6\22'  -- as in omniq/celery.py
-local IN_ORDER = 8  -- jobs by priority before another level has its turn, as in take.lua of the workers
 
 local function level_list(pipeline, tenant, level) return pen(pipeline, tenant .. WINDOW .. level) end
 
@@ -191,19 +190,16 @@ room = function(queues, window)
   return window - most, most
 end
 
--- A tenant's next job. Eight go by priority, then one of a level behind the first that comes round:
--- every level is served once in 9 x 9 jobs at least.
+-- A tenant's next job: by priority, but see _order.lua.
 local function next_of(pipeline, tenant)
   local tags, field = pen(pipeline, 'tags'), tenant .. WINDOW .. 'turn'
-  local turn = tonumber(redis.call('HGET', tags, field) or '100')
-  local level, count = math.floor(turn / 100), turn % 100
-  local from = count >= IN_ORDER and level or 0
+  local turn = tonumber(redis.call('HGET', tags, field) or FIRST_TURN)
+  local from = served_first(turn, LEVELS)
   for i = 0, LEVELS - 1 do
     local at = (from + i) % LEVELS
     local id = redis.call('RPOP', level_list(pipeline, tenant, at))
     if id then
-      turn = count >= IN_ORDER and (at % (LEVELS - 1) + 1) * 100 or turn + 1
-      redis.call('HSET', tags, field, turn)
+      redis.call('HSET', tags, field, turn_after(turn, at, 1, LEVELS))
       return id
     end
   end

@@ -10,10 +10,8 @@ sset(stage, 'finished', now())
 if err ~= '' then sset(stage, 'error', err) end
 
 if state == 'cancelling' or how == 'stop' then
-  sset(stage, 'state', 'cancelled')
-  if not any_stage('running') then
-    finalise('cancelled')
-  elseif state ~= 'cancelling' then
+  end_cancelled(stage)
+  if get('state') == 'running' then
     -- The job cannot succeed any more: those that feed this stage, and what runs beside it, stop.
     set('state', 'cancelling')
     event('job.cancelling')

@@ -13,13 +13,13 @@ HOST = ARGV[8]
 if ARGV[9] ~= '[]' then redis.call('SREM', garbage(HOST), unpack(cjson.decode(ARGV[9]))) end
 even_if_full()
 fetch('state', 'order', 'up', 'partial', stage .. '|state', stage .. '|fence')
-if not current(stage, ARGV[2]) then return {0, 0} end
-if get('state') == 'cancelling' then
-  -- It has stopped, though it has not heard that it should: nobody else will say so.
-  set(stage .. '|state', 'cancelled', stage .. '|finished', now())
-  if not any_stage('running') then finalise('cancelled') end
+local state = get('state')
+if not state or FINAL[state] or not current(stage, ARGV[2]) then return {0, 0} end
+if state == 'cancelling' then
+  -- The run has ended without having heard of it: nobody is left who could say that it has stopped.
+  end_cancelled(stage)
+  return {0, 0}
 end
-if get('state') ~= 'running' then return {0, 0} end
 local t = now()
 local record = {stage .. '|state', 'succeeded', stage .. '|outputs', ARGV[3],
                 stage .. '|metrics', ARGV[4], stage .. '|finished', t}

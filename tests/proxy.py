@@ -1,4 +1,4 @@
-"""A TCP proxy before a real server, which cuts connections or speaks TLS."""
+"""A TCP proxy before a real server, which cuts connections, delays answers or speaks TLS."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ class Proxy:
         up: bytes after which the next connection to send so many is cut; None: never.
         down: the same for bytes received by the client.
         cuts: so many connections may still be cut.
+        hold: what the server answers to the next connection that sends this is kept back until
+            ``released`` is set; None: nothing is.
+        held: set once an answer is kept back.
         port: where it listens.
     """
 
@@ -26,6 +29,9 @@ class Proxy:
         self.down: int | None = None
         self.cuts = 0
         self.accepted = 0
+        self.hold: bytes | None = None
+        self.held, self.released = threading.Event(), threading.Event()
+        self._held: Any = None
         self._tls: ssl.SSLContext | None = None
         if certificate is not None:
             self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -66,6 +72,11 @@ class Proxy:
                 if limit is not None and passed > limit and self.cuts > 0:
                     self.cuts -= 1
                     break
+                if way == "up" and self.hold is not None and self.hold in data:
+                    self.hold, self._held = None, source
+                if way == "down" and sink is self._held:
+                    self.held.set()
+                    self.released.wait()
                 sink.sendall(data)
         for each in (source, sink):
             with contextlib.suppress(OSError):
