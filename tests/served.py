@@ -90,10 +90,24 @@ class Served:
         return alive(children)
 
     def kill(self) -> None:
+        """End what still runs, at once, and remove its shared memory."""
         if self.process.poll() is None:
             for process in [*descendants(self.process.pid), psutil.Process(self.process.pid)]:
-                process.kill()
+                if not _unlinks(process):
+                    process.kill()
         self.process.wait()
+        for slab in Path("/dev/shm").glob(f"{self.env['OMNIQ_NAMESPACE']}.slab.*"):
+            slab.unlink(missing_ok=True)
+
+
+def _unlinks(process: psutil.Process) -> bool:
+    """Whether it is Python's resource tracker: it unlinks vLLM's shared memory once all others of
+    its group have ended, and then ends.
+    """
+    try:
+        return any("multiprocessing.resource_tracker" in part for part in process.cmdline())
+    except psutil.NoSuchProcess:
+        return True
 
 
 @contextmanager
