@@ -53,7 +53,7 @@ async def test_a_worker_of_another_version_hides_no_others(
         assert (await client.get("/ready")).status_code == 200
     listed = (await client.get("/v1/workers")).json()["workers"]
     assert sorted(w["id"] for w in listed) == ["w-ar", "w-decode", "w-dit"]
-    assert "of another version of omniq is left out" in caplog.text
+    assert "of another version of omniq, is left out" in caplog.text
 
 
 async def test_ready_is_503_until_every_stage_has_a_ready_worker(
