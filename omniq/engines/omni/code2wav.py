@@ -18,6 +18,9 @@ from omniq.engines.omni.windows import growing
 WHOLE_FRAMES, CONTEXT_FRAMES = 300, 25
 #: Windows of what is streamed: the first, and up to two seconds.
 FIRST_FRAMES, WINDOW_FRAMES = 5, 25
+#: Before a window on a GPU, where they cost nothing (docs/benchmarks/omni-gpu.md): all that one
+#: layer of the published model sees.
+GPU_CONTEXT_FRAMES = 72
 SAMPLE_RATE = 24_000
 WARMUP_FRAMES = 2
 
@@ -35,7 +38,8 @@ class Code2WavEngine(VocoderEngine):
     long; a window begins where the sound of the one before has ended, so that a stream lacks them
     once, at its end.
 
-    Engine arguments: ``first_frames``, ``window_frames``, ``context_frames``.
+    Engine arguments: ``first_frames`` (5), ``window_frames`` (25), ``context_frames`` (25, on a GPU
+    72).
     """
 
     name = "omni-code2wav"
@@ -55,10 +59,11 @@ class Code2WavEngine(VocoderEngine):
             Qwen3OmniMoeCode2Wav,
         )
 
+        on_gpu = torch.device(self.device).type == "cuda"
         defaults = {
             "first_frames": FIRST_FRAMES,
             "window_frames": WINDOW_FRAMES,
-            "context_frames": CONTEXT_FRAMES,
+            "context_frames": GPU_CONTEXT_FRAMES if on_gpu else CONTEXT_FRAMES,
         }
         check_engine_args(self.stage, defaults)
         args = {
