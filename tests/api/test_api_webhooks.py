@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ from omniq_api import webhooks
 from redis import Redis
 
 from omniq import keys
-from omniq.errors import InvalidRequest, JobUnreadable
+from omniq.errors import InvalidRequest
 from omniq.jobs.store import JobStore
 from omniq.jobs.webhooks import Due, Schedule, Webhook, signed
 from omniq.settings import get_settings
@@ -285,8 +284,7 @@ async def test_a_job_that_cannot_be_read_holds_up_no_other_and_is_given_up(
         job_id = (await client.post("/v1/jobs", json=body)).json()["id"]
         if odd:
             await store.redis.hset(keys.job(job_id), "spec", b'{"future":1}')
-        with pytest.raises(JobUnreadable) if odd else nullcontext():
-            await store.cancel(job_id)
+        await store.cancel(job_id)
     await got(receiver, 1)
     assert json.loads(receiver.got[0][1])["data"]["id"] == job_id
 
