@@ -269,8 +269,7 @@ class Settings(BaseSettings):
     @field_validator("api_keys")
     @classmethod
     def _can_be_sent(cls, value: list[str]) -> list[str]:
-        # An empty one would be that of everybody who sends none.
-        if any(not key or key != key.strip() for key in value):
+        if not all(map(can_be_sent, value)):
             raise ValueError("must be keys that are not empty, without spaces around them")
         return value
 
@@ -316,6 +315,13 @@ class Settings(BaseSettings):
         parts = urlsplit(url)
         given = dict(parse_qsl(parts.query, keep_blank_values=True))
         return urlunsplit(parts._replace(query=urlencode({**more, **given})))
+
+
+def can_be_sent(key: str) -> bool:
+    """Whether a client can send it as its API key; an empty one would be that of everybody who
+    sends none.
+    """
+    return bool(key) and key == key.strip()
 
 
 def _check_url(url: str) -> None:

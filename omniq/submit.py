@@ -24,6 +24,7 @@ from omniq.settings import get_settings
 
 #: What a client may call a request by which it is known when it comes again.
 IDEMPOTENCY_KEY = re.compile(r"^[ -~]{1,255}$")
+KEY_RULE = "must be 1 to 255 printable ASCII characters"
 
 
 async def submit(
@@ -134,7 +135,7 @@ def _again(
     key: str, part: tuple[int, int], asked: Sequence[Any], webhook: webhooks.Webhook | None
 ) -> Again:
     if not isinstance(key, str) or not IDEMPOTENCY_KEY.fullmatch(key):
-        raise refused("idempotency_key", "must be 1 to 255 printable ASCII characters")
+        raise refused("idempotency_key", KEY_RULE)
 
     def plain(value: Any) -> Any:
         data = value.data if isinstance(value, InputFile) else bytes(value)

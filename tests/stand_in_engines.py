@@ -14,7 +14,17 @@ from omniq.engines.base import Emit, Engine, StageInput, StageOutput, StageReque
 from omniq.errors import ConfigError, EngineError
 
 
-class Words(Engine):
+class WithoutModel(Engine):
+    """One that is ready at once."""
+
+    async def load(self) -> None:
+        pass
+
+    async def warmup(self) -> None:
+        pass
+
+
+class Words(WithoutModel):
     """Repeats its prompt in capitals, a word at a time.
 
     ``fail`` fails, ``die`` ends the process, ``slow`` takes ``engine_args.slow`` seconds.
@@ -26,9 +36,6 @@ class Words(Engine):
         if reason := self.stage.engine_args.get("broken"):
             raise ConfigError(reason)
         await asyncio.sleep(self.stage.engine_args.get("load", 0.0))
-
-    async def warmup(self) -> None:
-        pass
 
     async def run(
         self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit
@@ -46,7 +53,7 @@ class Words(Engine):
         return StageOutput(values={"text": " ".join(words).upper()})
 
 
-class Tones(Engine):
+class Tones(WithoutModel):
     """Speaks each word of its prompt as 0.1 s of a tone, a chunk each.
 
     ``quiet``: hands on no chunks, only the whole; ``fail``: fails there; ``gate``: waits until the
@@ -54,12 +61,6 @@ class Tones(Engine):
     """
 
     name = "tones"
-
-    async def load(self) -> None:
-        pass
-
-    async def warmup(self) -> None:
-        pass
 
     async def run(
         self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit
@@ -87,19 +88,13 @@ def tone_of(number: int, *, low: bool = True) -> Any:
     return tone(24_000, 0.1, (220 + 40 * number) * (1 if low else 2))
 
 
-class Everything(Engine):
+class Everything(WithoutModel):
     """Makes, of whatever it is given, something small of each kind that its stage puts out.
 
     The prompt ``fail`` fails.
     """
 
     name = "everything"
-
-    async def load(self) -> None:
-        pass
-
-    async def warmup(self) -> None:
-        pass
 
     async def run(
         self, request: StageRequest, inputs: Mapping[str, StageInput], emit: Emit

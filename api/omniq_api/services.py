@@ -18,7 +18,7 @@ from omniq.jobs.store import JobStore
 from omniq.jobs.webhooks import Webhook
 from omniq.jobs.workers import WorkerRegistry
 from omniq.redis_client import Client, broker_errors, connect
-from omniq.submit import IDEMPOTENCY_KEY
+from omniq.submit import IDEMPOTENCY_KEY, KEY_RULE
 from omniq.tenants import TenantKey
 from omniq_api.keys import KEY, STORE, UNKNOWN
 from omniq_api.openai_compat.faults import SERVICES
@@ -174,7 +174,7 @@ async def operators_services(request: Request) -> Services:
 
 def _check_key(value: str | None) -> str | None:
     if value is not None and not IDEMPOTENCY_KEY.fullmatch(value):
-        raise ValueError("must be 1 to 255 printable ASCII characters")
+        raise ValueError(KEY_RULE)
     return value
 
 

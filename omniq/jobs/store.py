@@ -196,11 +196,7 @@ class JobStore(StageRuns):
             JobNotFound: unknown, or another tenant's.
             JobGone: its retention has passed.
         """
-        with broker_errors():
-            raw = await self.redis.hgetall(keys.job(job_id))
-        if not raw:
-            raise await self._absent(job_id)
-        record = self._own(read_record(raw))
+        record = self._own(read_record(await self._fields(job_id)))
         if not record.state.final and await self._is_late(record) and await self._expire(job_id):
             return await self.get(job_id)
         return record
@@ -217,6 +213,14 @@ class JobStore(StageRuns):
         if self.share.tenant not in (NOBODY, record.spec.tenant):
             raise not_found(record.id)
         return record
+
+    async def _fields(self, job_id: str) -> dict[bytes, bytes]:
+        """The job's hash, whichever tenant's it is; raises as :meth:`get`."""
+        with broker_errors():
+            raw: dict[bytes, bytes] = await self.redis.hgetall(keys.job(job_id))
+        if not raw:
+            raise await self._absent(job_id)
+        return raw
 
     async def _absent(self, job_id: str) -> JobNotFound:
         """Why a job has no record."""
@@ -330,11 +334,7 @@ class JobStore(StageRuns):
 
     async def _outline(self, job_id: str) -> JobRecord:
         """What every version can read of a job; raises as :meth:`get`."""
-        with broker_errors():
-            raw = await self.redis.hgetall(keys.job(job_id))
-        if not raw:
-            raise await self._absent(job_id)
-        return self._own(read_outline(job_id, raw))
+        return self._own(read_outline(job_id, await self._fields(job_id)))
 
     async def put_artifact(self, job_id: str, name: str, fence: int, data: bytes) -> str:
         """Store one result file for the time of retention; returns its key.

@@ -21,6 +21,7 @@ from omniq.engines.text import is_template
 from omniq.engines.vllm import contract
 from omniq.errors import ConfigError
 from omniq.serve.overrides import read_overrides
+from omniq.settings import can_be_sent
 
 ENGINES = ("auto", "vllm", "transformers")
 ENCODERS = ("diffusers", "vllm")
@@ -162,7 +163,7 @@ def parse(args: Sequence[str]) -> ServeFlags:
     port = given.get("port")
     if port is not None and port not in KNOWN_PORTS:
         raise ConfigError(f"--port: must be 1 to 65535; got {port}")
-    if any(not key or key != key.strip() for key in given.get("api_key") or ()):
+    if not all(map(can_be_sent, given.get("api_key") or ())):
         raise ConfigError("--api-key: must not be empty, and have no spaces around it")
     if given.get("gpus", 0) < 0:
         raise ConfigError(f"--gpus: must be 0 or more; got {given['gpus']}")

@@ -14,12 +14,7 @@ from starlette.exceptions import HTTPException
 
 from omniq.errors import InvalidRequest, OmniqError
 from omniq_api.openai_error import INVALID, SERVER, TOO_MANY, error_body
-from omniq_api.problems import (
-    http_problem,
-    incident,
-    omniq_problem,
-    validation_problem,
-)
+from omniq_api.problems import http_problem, incident, omniq_problem, validation_problem
 from omniq_api.strict_json import StrictJSONRoute
 
 SERVICES = "omniq.services"
